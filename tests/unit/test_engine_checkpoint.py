@@ -1,0 +1,88 @@
+"""Strict loading: a missing, leftover or misshapen weight is an error that names it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tilert_ref.engine.checkpoint import CheckpointError
+from tilert_ref.engine.config import load_config
+from tilert_ref.engine.make_tiny import make_tiny
+from tilert_ref.engine.weights import MoeWeights, load_weights
+
+
+@pytest.fixture
+def edited(tmp_path: Path):
+    """A dsv3 checkpoint with its tensors passed through `edit`, in one unindexed file."""
+
+    def build(edit) -> Path:
+        make_tiny(tmp_path, "dsv3")
+        tensors = load_file(tmp_path / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors.index.json").unlink()
+        return tmp_path
+
+    return build
+
+
+def load(model_dir: Path, with_mtp: bool = True):
+    return load_weights(load_config(model_dir), model_dir, with_mtp=with_mtp)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.experts.7.up_proj.weight", "lm_head.weight"])
+def test_missing_weight_is_named(edited, name: str) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        load(edited(lambda tensors: tensors.pop(name)))
+
+
+def test_leftover_weight_is_named(edited) -> None:
+    with pytest.raises(CheckpointError, match="model.layers.1.self_attn.indexer.wk.weight"):
+        load(edited(lambda tensors: tensors.update({"model.layers.1.self_attn.indexer.wk.weight": torch.ones(1)})))
+
+
+def test_misshapen_weight_is_named_with_both_shapes(edited) -> None:
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has shape \[3\], not \[256\]"):
+        load(edited(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})))
+
+
+def test_quantised_weight_is_refused(edited) -> None:
+    fp8 = torch.ones(256).to(torch.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="float8_e4m3fn"):
+        load(edited(lambda tensors: tensors.update({"model.norm.weight": fp8})))
+
+
+def test_truncated_file_is_a_clean_error(tiny, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "dsv3")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        load(tmp_path)
+
+
+def test_mtp_copies_may_be_absent_and_then_are_shared(edited) -> None:
+    copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+    weights = load(edited(lambda tensors: [tensors.pop(name) for name in copies]))
+    assert weights.mtp.embed is weights.embed
+    assert weights.mtp.head is weights.head
+
+
+def test_without_mtp_its_tensors_are_neither_loaded_nor_leftovers(tiny) -> None:
+    assert load(tiny("dsv3"), with_mtp=False).mtp is None
+
+
+def test_correction_bias_stays_fp32(tiny) -> None:
+    """Case K4 (a): four biases that bf16 would merge into two."""
+    moe = load(tiny("dsv3")).layers[1].mlp
+    assert isinstance(moe, MoeWeights)
+    assert moe.bias.dtype is torch.float32
+    assert len(torch.tensor([6.96, 6.97, 6.98, 6.99]).unique()) == 4
+    assert len(torch.tensor([6.96, 6.97, 6.98, 6.99]).bfloat16().unique()) < 4
+
+
+def test_progress_is_reported(tiny) -> None:
+    lines = list[str]()
+    load_weights(load_config(tiny("dsv3")), tiny("dsv3"), with_mtp=True, progress=lines.append)
+    assert len(lines) >= 5
+    assert "GB" in lines[-1]

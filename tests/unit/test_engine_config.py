@@ -1,0 +1,77 @@
+"""Strict reading of config.json: what is read, what is refused, by name."""
+
+import pytest
+
+from tilert_ref.engine.config import ConfigError, parse_config
+from tilert_ref.engine.make_tiny import ARCHS, tiny_config
+from tilert_ref.engine.ref import load_engine
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_family_member_parses(arch: str) -> None:
+    raw = tiny_config(arch)
+    config = parse_config(raw)
+    assert config.architecture == raw["architectures"][0]
+    assert config.cache_width == 576
+    assert config.qk_head_dim == raw["qk_nope_head_dim"] + 64
+    assert (config.index_topk is not None) == (arch in ("dsv32", "glm5"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attention_sink": 4}, "attention_sink"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": []}, "architectures"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "linear"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
+        ({"scoring_func": "tanh"}, "tanh"),
+        ({"topk_method": "hash"}, "hash"),
+        ({"n_group": 3}, "n_group"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"qk_head_dim": 100}, "qk_head_dim"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+        ({"rope_interleave": False}, "rope_interleave"),
+    ],
+)
+def test_a_key_that_changes_the_maths_is_refused_by_name(change: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_config(tiny_config("dsv3", **change))
+
+
+def test_transformers_5_spelling_means_the_same() -> None:
+    """transformers 5 nests RoPE under rope_parameters and lists the layers' kinds."""
+    old = tiny_config("dsv3")
+    new = {k: v for k, v in old.items() if k not in ("rope_scaling", "rope_theta", "first_k_dense_replace")}
+    scaling = {k: v for k, v in old["rope_scaling"].items() if k != "type"}
+    new["rope_parameters"] = {**scaling, "rope_type": "yarn", "rope_theta": old["rope_theta"]}
+    new["mlp_layer_types"] = ["dense", "sparse", "sparse"]
+    assert parse_config(new) == parse_config(old)
+
+
+def test_stop_ids_join_config_and_generation_config() -> None:
+    assert parse_config(tiny_config("dsv3", eos_token_id=5), eos=(7, 5)).eos_token_ids == (5, 7)
+
+
+@pytest.mark.parametrize("arch", ["dsv32", "glm5"])
+def test_sparse_models_are_refused_rather_than_attended_densely(arch: str, tiny) -> None:
+    with pytest.raises(ConfigError, match="index_topk = 128"):
+        load_engine(tiny(arch))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"num_mtp": 4}, "num_mtp = 4"), ({"max_seq_len": 10**9}, "max_position_embeddings"), ({"max_seq_len": 1}, "2")],
+)
+def test_illegal_engine_options_are_refused(options: dict, named: str, tiny) -> None:
+    with pytest.raises(ValueError, match=named):
+        load_engine(tiny("dsv3"), **options)
+
+
+def test_drafting_without_an_mtp_layer_is_refused(tiny) -> None:
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers = 0"):
+        load_engine(tiny("kimi"), num_mtp=1)

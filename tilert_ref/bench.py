@@ -1,0 +1,166 @@
+"""`tilert-ref bench decode`: batch-1 decode speed, alone or side by side with vLLM on the same checkpoint.
+
+Both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope between
+a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SHORT = 8  # tokens of the short answer that is subtracted
+
+
+@dataclass(frozen=True)
+class Measured:
+    name: str
+    tokens_per_s: float
+    note: str = ""
+
+    def row(self) -> str:
+        return f"{self.name:34s} {self.tokens_per_s:9.1f} tok/s {1e6 / self.tokens_per_s:9.0f} us/token  {self.note}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if args.peer_json:  # the vLLM half, started by the other half in its own process
+        print(json.dumps(_measure_vllm(args)))
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        args.model_dir = args.model_dir or _tiny(Path(scratch))
+        return _bench(args)
+
+
+def decode_speed(generate: Callable[[int], int], tokens: int, repeats: int) -> float:
+    """Tokens per second: (tokens - SHORT) / (time of the long answer - time of the short one), best of `repeats`.
+
+    generate(n) makes n tokens and returns how many it made.
+    """
+    return max(1 / _seconds_per_token(generate, tokens) for _ in range(repeats))
+
+
+def _seconds_per_token(generate: Callable[[int], int], tokens: int) -> float:
+    marks = [time.perf_counter()]
+    made = []
+    for count in (SHORT, tokens):
+        made.append(generate(count))
+        marks.append(time.perf_counter())
+    if made != [SHORT, tokens]:
+        raise RuntimeError(f"asked for {[SHORT, tokens]} tokens, got {made}: stop tokens must be ignored in a benchmark")
+    return ((marks[2] - marks[1]) - (marks[1] - marks[0])) / (tokens - SHORT)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    print(f"decode at batch 1, greedy, {args.context} tokens of context, {args.tokens} tokens, best of {args.repeats}")
+    ours = [_measure_ours(args, num_mtp) for num_mtp in args.num_mtp]
+    for row in ours:
+        print(row.row(), flush=True)
+    if args.against == "vllm":
+        vllm = _vllm_in_own_process(args)
+        print(vllm.row())
+        print(f"ratio against vLLM: {ours[0].tokens_per_s / vllm.tokens_per_s:.2f}")
+    return 0
+
+
+def _measure_ours(args: argparse.Namespace, num_mtp: int) -> Measured:
+    from tilert_ref.engine.api import SamplingParams
+    from tilert_ref.engine.ref import load_engine
+
+    room = args.context + args.tokens + 2
+    engine = load_engine(args.model_dir, device=args.device, max_seq_len=room, num_mtp=num_mtp)
+    sampling, stats = SamplingParams(temperature=0.0, ignore_eos=True), {}
+    first = engine.prefill(_prompt(args.context, engine.model.config.vocab_size), sampling)
+
+    def generate(count: int) -> int:
+        *steps, finished = engine.decode(first, count, sampling)
+        stats.update(finished.stats)
+        return sum(len(step) for step in steps)
+
+    generate(SHORT)  # warm up
+    speed = decode_speed(generate, args.tokens, args.repeats)
+    note = f"acceptance length {stats['mtp_accept_mean']}" if num_mtp else ""
+    return Measured(f"tilert_ref eager, {num_mtp} draft(s)", speed, note)
+
+
+def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
+    from vllm import LLM, SamplingParams
+
+    from tilert_ref.engine.config import load_config
+
+    llm = LLM(
+        str(args.model_dir),
+        dtype="bfloat16",
+        max_model_len=args.context + args.tokens + 2,
+        max_num_seqs=1,
+        enforce_eager=not args.vllm_compiled,
+        enable_prefix_caching=False,
+        # Without this vLLM's CPU build rotates wrongly where the model has no rope_scaling.
+        compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+    )
+    prompt = {"prompt_token_ids": _prompt(args.context, load_config(args.model_dir).vocab_size)}
+
+    def generate(count: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        return len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    generate(SHORT)
+    return {"tokens_per_s": decode_speed(generate, args.tokens, args.repeats)}
+
+
+def _vllm_in_own_process(args: argparse.Namespace) -> Measured:
+    mode = "compiled" if args.vllm_compiled else "eager"
+    print(f"starting vLLM ({mode}) on the same checkpoint ...", flush=True)
+    command = [sys.executable, "-m", "tilert_ref.bench", "decode", str(args.model_dir), "--peer-json"]
+    command += ["--context", str(args.context), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+    command += ["--vllm-compiled"] if args.vllm_compiled else []
+    env = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
+    if done.returncode:
+        raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+    return Measured(f"vLLM {mode}", json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+
+
+def _prompt(length: int, vocab_size: int) -> list[int]:
+    """The same arbitrary ids on both sides: a linear congruence over the vocabulary."""
+    return [(17 * i + 3) % vocab_size for i in range(length)]
+
+
+def _tiny(scratch: Path) -> Path:
+    from tilert_ref.engine.make_tiny import make_tiny
+
+    make_tiny(scratch / "tiny", "dsv3")
+    return scratch / "tiny"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tilert-ref bench", description=__doc__.split("\n\n")[0])
+    what = parser.add_subparsers(dest="what", required=True)
+    decode = what.add_parser("decode", help="batch-1 decode speed", description=__doc__.split("\n\n")[1])
+    decode.add_argument("model_dir", type=Path, nargs="?", help="checkpoint; default: a tiny dsv3 one made on the spot")
+    decode.add_argument("--against", choices=["vllm"], help="also run vLLM and print the ratio as the last line")
+    decode.add_argument("--context", type=int, default=128, help="prompt tokens (default 128)")
+    decode.add_argument("--tokens", type=int, default=128, help="tokens of the long answer (default 128)")
+    decode.add_argument("--repeats", type=int, default=3, help="takes the fastest (default 3)")
+    decode.add_argument("--num-mtp", type=int, nargs="+", default=[0], help="draft counts to measure; first gives the ratio")
+    decode.add_argument("--vllm-compiled", action="store_true", help="vLLM with torch.compile (slow start) instead of eager")
+    decode.add_argument("--device", default="cpu")
+    decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")
+    decode.add_argument("--peer-json", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Multi-head latent attention over cached rows: two exact forms of the same sum, in plain torch.
+
+DeepSeek-V2 paper, section 2.1. With c the latent and r the rotary key of a token, head h scores a query as
+
+    q_nope . (W_UK c) + q_rope . r   =   (W_UK^T q_nope) . c + q_rope . r
+    \\_____ plain: keys expanded _/       \\____ absorbed: query folded ___/
+
+Plain costs one expansion per cached token and is what prefill uses; absorbed reads each row once and is what decode
+uses. Scores, softmax and the weighted sum are fp32 in both; results are rounded once to the query's dtype (the
+absorbed form by the rule of the peer's decode kernel, whose order of summation it can take too: numerics.py).
+
+Sparse attention (DSA) will select rows before the absorbed form; nothing else changes here.
+"""
+
+import torch
+
+from tilert_ref.engine import cpu_mla
+from tilert_ref.engine.numerics import DecodeOrder, Kernels, round_kernel
+
+
+def attend_absorbed(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows 0 .. lengths[t]-1. -> [T, H, L].
+
+    Queries are taken one by one: the result of a row must not depend on how many drafts are verified beside it
+    (MTP is lossless only then), and a batched matmul may sum in another order.
+    """
+    query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
+    keys = rows.float()  # [S, L + R]
+    values = keys[:, : q_latent.shape[-1]]  # [S, L]
+    attended = []
+    for q, length in zip(query, lengths, strict=True):
+        if kernels.decode_order is DecodeOrder.CPU_MLA:
+            attended.append(cpu_mla.attend(q, keys[:length], values.shape[-1], scale))
+        else:
+            probs = torch.softmax(q @ keys[:length].T * scale, dim=-1)  # [H, length]
+            attended.append(probs @ values[:length])  # [H, L]
+    return round_kernel(torch.stack(attended), q_latent.dtype, kernels.rounding)
+
+
+def attend_plain(
+    q: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, v: torch.Tensor, first: int, scale: float
+) -> torch.Tensor:
+    """q [T, H, nope + rope] at positions first .. first+T-1, k_nope [S, H, nope], k_rope [S, rope], v [S, H, V].
+
+    -> [T, H, V]. Causal. Same operations in the same order as vLLM's CPU prefill (mla/prefill/cpu_sdpa.py,
+    _ragged_sdpa), which makes prefill reproducible to the bit.
+    """
+    queries, keys_seen = q.shape[0], k_nope.shape[0]
+    k = torch.cat((k_nope, k_rope[:, None].expand(-1, q.shape[1], -1)), dim=-1)  # [S, H, nope + rope]
+    scores = q.transpose(0, 1).float() @ k.transpose(0, 1).float().transpose(-2, -1) * scale  # [H, T, S]
+    future = torch.ones(queries, keys_seen, dtype=torch.bool, device=q.device).triu(first + 1)
+    probs = torch.softmax(scores.masked_fill_(future, float("-inf")), dim=-1)
+    return (probs @ v.transpose(0, 1).float()).transpose(0, 1).to(q.dtype)

@@ -1,0 +1,88 @@
+"""A safetensors checkpoint as a strict, lazily read mapping: every tensor is taken once or the load fails."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+Progress = Callable[[str], None]
+
+
+class CheckpointError(ValueError):
+    """Missing, leftover or misshapen weights; the text names the tensors."""
+
+
+class Checkpoint:
+    """All tensors of DIR/*.safetensors by name, read on demand through mmap.
+
+    `take` checks the shape, converts the dtype and marks the tensor as used; `finish` raises on leftovers, because a
+    weight that nobody read belongs to a model that this is not.
+    """
+
+    def __init__(self, model_dir: str | Path, progress: Progress = lambda line: None):
+        self.directory = Path(model_dir)
+        self.progress = progress
+        self.files = {path.name: self._open(path) for path in self._paths()}
+        self.home = {name: file for file, handle in self.files.items() for name in handle.keys()}  # noqa: SIM118
+        self.left = set(self.home)
+        self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
+        self.read_bytes, self.reported = 0, 0
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.home
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The named tensor, contiguous in `dtype`. Raises CheckpointError if it is missing or has another shape."""
+        if name not in self.home:
+            raise CheckpointError(f"{self.directory}: weight {name} {list(shape)} is missing")
+        tensor = self.files[self.home[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{self.directory}: weight {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
+            raise CheckpointError(f"{self.directory}: weight {name} is {tensor.dtype}; quantised weights come later")
+        self.left.discard(name)
+        self._report(tensor.nbytes)
+        return tensor.to(dtype).contiguous()
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Declares tensors as known but not wanted (the MTP layer when drafting is off)."""
+        self.left.difference_update(names)
+
+    def finish(self) -> None:
+        if self.left:
+            names = sorted(self.left)
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise CheckpointError(f"{self.directory}: {len(names)} weight(s) that this model has no place for: {shown}")
+
+    def _paths(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return [self.directory / file for file in files]
+        single = self.directory / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(f"{self.directory}: neither model.safetensors nor model.safetensors.index.json")
+        return [single]
+
+    def _open(self, path: Path) -> safe_open:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
+
+    def _report(self, nbytes: int) -> None:
+        """One line per tenth of the checkpoint."""
+        self.read_bytes += nbytes
+        tenth = 10 * self.read_bytes // max(self.total_bytes, 1)
+        if tenth > self.reported:
+            self.reported = tenth
+            self.progress(f"weights: {self.read_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB")

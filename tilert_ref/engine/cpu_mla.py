@@ -1,0 +1,76 @@
+"""MLA decode in the summation order of vLLM's AVX2 kernel, so that its results can be matched bit for bit.
+
+Same formula as attention.attend_absorbed; what is fixed here is the order of fp32 operations (vLLM 0.32.0,
+csrc/cpu/mla_decode.cpp, found by comparing outputs):
+
+- a score is summed in 16 lanes over the 576 dimensions, then lanes 0..7 and 8..15 one after the other, then both;
+- softmax runs over blocks of 16 tokens, exponentials correctly rounded, sums and weighted values token after token,
+  product and sum rounded apart (no fused multiply-add);
+- blocks are merged in order by their log-sum-exp (arXiv 2501.01005, section 2.2).
+"""
+
+import torch
+
+LANES = 16
+BLOCK = 16
+
+
+def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
+    """query [H, W] fp32, rows [S, W] fp32 -> [H, value_width] fp32, attending to all S rows."""
+    heads, tokens = len(query), len(rows)
+    scores = _in_order(_lane_sums(query, rows)) * scale  # [H, S]
+    padding = -tokens % BLOCK
+    scores = torch.nn.functional.pad(scores, (0, padding), value=float("-inf")).view(heads, -1, BLOCK)  # [H, N, 16]
+    values = torch.nn.functional.pad(rows[:, :value_width], (0, 0, 0, padding)).view(-1, BLOCK, value_width)
+
+    top = scores.amax(-1, keepdim=True)
+    weights = _exp(scores - top)  # [H, N, 16]; padded tokens weigh exactly 0
+    total = _sum_last(weights)  # [H, N]
+    weights = weights / total[..., None]
+    partial = torch.zeros(heads, len(values), value_width)
+    for token in range(BLOCK):
+        partial = partial + weights[:, :, token, None] * values[None, :, token]  # [H, N, V]
+    return _merge(partial, _log(total) + top[..., 0])
+
+
+def _lane_sums(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[H, S, 16]: lane l sums dimensions l, l + 16, l + 32, ... in order. Products of bf16 values are exact."""
+    q = query.view(len(query), 1, -1, LANES)
+    k = rows.view(1, len(rows), -1, LANES)
+    sums = torch.zeros(len(query), len(rows), LANES)
+    for step in range(q.shape[2]):
+        sums = torch.addcmul(sums, q[:, :, step], k[:, :, step])
+    return sums
+
+
+def _in_order(lanes: torch.Tensor) -> torch.Tensor:
+    return _sum_last(lanes[..., : LANES // 2]) + _sum_last(lanes[..., LANES // 2 :])
+
+
+def _sum_last(x: torch.Tensor) -> torch.Tensor:
+    """Sums the last dimension element after element (torch.sum may take another order)."""
+    total = torch.zeros(x.shape[:-1])
+    for i in range(x.shape[-1]):
+        total = total + x[..., i]
+    return total
+
+
+def _merge(partial: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """partial [H, N, V] with log-sum-exp [H, N] -> [H, V], block after block."""
+    merged, merged_lse = partial[:, 0], lse[:, 0]
+    for block in range(1, partial.shape[1]):
+        top = torch.maximum(merged_lse, lse[:, block])
+        before, here = _exp(merged_lse - top), _exp(lse[:, block] - top)
+        both = before + here
+        merged = merged * (before / both)[:, None] + partial[:, block] * (here / both)[:, None]
+        merged_lse = _log(both) + top
+    return merged
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded fp32 exponential (as glibc's expf, all but always); torch.exp is off by one ulp at times."""
+    return x.double().exp().float()
+
+
+def _log(x: torch.Tensor) -> torch.Tensor:
+    return x.double().log().float()

@@ -1,0 +1,151 @@
+"""The forward pass of the MLA family, one line per equation.
+
+T tokens, D hidden, H heads, L = kv_lora_rank, S cached tokens. The residual stream is carried beside the branch output
+and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does: the norm sees the unrounded sum, the stream
+keeps the rounded one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tilert_ref.engine.attention import attend_absorbed, attend_plain
+from tilert_ref.engine.cache import KVCache
+from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.moe import mlp, moe
+from tilert_ref.engine.numerics import Kernels
+from tilert_ref.engine.rope import apply_rope
+from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights, MtpWeights, Weights
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive tokens of one sequence: where they stand and how they attend.
+
+    absorbed: decode's form of attention; otherwise prefill's. keep_rows: KV rows of these positions are in the cache
+    already and stay as they are (they came over the wire); the tokens are only run for their hidden states.
+    kernels: what the peer's fused kernels do (numerics.py).
+    """
+
+    first: int
+    positions: torch.Tensor  # [T] int64
+    cos_sin: torch.Tensor  # [T, 2, rope / 2]
+    absorbed: bool
+    kernels: Kernels
+    keep_rows: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.positions)
+
+    def lengths(self) -> list[int]:
+        """Cached tokens that each query sees, itself included."""
+        return list(range(self.first + 1, self.end + 1))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """w * x / sqrt(mean(x^2) + eps): fp32 inside, rounded to the weight's dtype before the product."""
+    x = x.float()
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual); without a residual the stream starts at x."""
+    if residual is None:
+        return rms_norm(x, weight, eps), x
+    total = x.float() + residual.float()
+    return rms_norm(total, weight, eps), total.to(x.dtype)
+
+
+def attention(
+    w: AttentionWeights, config: ModelConfig, cache: KVCache, layer: int, batch: Batch, x: torch.Tensor
+) -> torch.Tensor:
+    """Multi-head latent attention (DeepSeek-V2 paper, eq. 9 to 19), [T, D] -> [T, D]."""
+    c, tokens = config, x.shape[0]
+    q_in = x if w.q_a is None else rms_norm(F.linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
+    q = F.linear(q_in, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
+    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+    q_rope = apply_rope(q_rope, batch.cos_sin)  # [T, H, rope]
+
+    if not batch.keep_rows:
+        c_kv, k_rope = F.linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps)  # [T, L]
+        cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
+    rows = cache.read(layer, batch.end)  # [S, L + rope]
+
+    form = _absorbed if batch.absorbed else _plain
+    return F.linear(form(w, c, batch, q_nope, q_rope, rows).flatten(1), w.o)
+
+
+def _absorbed(
+    w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
+    attended = attend_absorbed(
+        q_latent, q_rope, rows, batch.lengths(), c.softmax_scale, batch.kernels
+    )  # [T, H, L]
+    return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
+
+
+def _plain(
+    w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    c_kv, k_rope = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+    kv = F.linear(c_kv, w.kv_b).view(len(rows), c.num_attention_heads, -1)  # [S, H, nope + v]
+    k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+    return attend_plain(torch.cat((q_nope, q_rope), dim=-1), k_nope, k_rope, v, batch.first, c.softmax_scale)
+
+
+def decoder_layer(
+    w: LayerWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    layer: int,
+    batch: Batch,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(branch output, residual stream) -> (branch output, residual stream), both [T, D]."""
+    x, residual = add_rms_norm(x, residual, w.input_norm, config.rms_norm_eps)
+    x = attention(w.attention, config, cache, layer, batch, x)
+    x, residual = add_rms_norm(x, residual, w.post_attention_norm, config.rms_norm_eps)
+    x = mlp(w.mlp, x) if isinstance(w.mlp, MlpWeights) else moe(w.mlp, config, x, batch.kernels)
+    return x, residual
+
+
+def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+    """Token ids [T] -> hidden states after the final norm [T, D]; writes the tokens' KV rows."""
+    x, residual = F.embedding(token_ids, w.embed), None
+    for index, layer in enumerate(w.layers):
+        x, residual = decoder_layer(layer, config, cache, index, batch, x, residual)
+    hidden, _ = add_rms_norm(x, residual, w.norm, config.rms_norm_eps)
+    return hidden
+
+
+def logits(w: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, D] -> [T, V] fp32; the product itself is rounded to the model's dtype, as in vLLM."""
+    return F.linear(hidden, w.head).float()
+
+
+def mtp_forward(
+    w: MtpWeights, config: ModelConfig, cache: KVCache, batch: Batch, next_ids: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """One multi-token prediction pass (DeepSeek-V3 paper, eq. 21 to 23), [T, D] -> [T, D] after shared_head.norm.
+
+    Slot i combines the hidden state of position i with the token at i+1 and predicts the token at i+2. The result is
+    both the draft head's input and the hidden state of the next draft: vLLM recycles it after the norm
+    (deepseek_mtp.py, DeepSeekMultiTokenPredictorLayer). The embedding at position 0 is masked, also vLLM's rule.
+    """
+    embedded = torch.where(batch.positions[:, None] == 0, 0, F.embedding(next_ids, w.embed))  # [T, D]
+    pair = torch.cat((rms_norm(embedded, w.enorm, config.rms_norm_eps), rms_norm(hidden, w.hnorm, config.rms_norm_eps)), -1)
+    layer = config.num_hidden_layers  # the MTP layer's rows follow the main layers' in the cache
+    x, residual = decoder_layer(w.layer, config, cache, layer, batch, F.linear(pair, w.eh_proj), None)
+    return rms_norm(residual + x, w.norm, config.rms_norm_eps)
+
+
+def mtp_logits(w: MtpWeights, hidden: torch.Tensor) -> torch.Tensor:
+    return F.linear(hidden, w.head).float()

@@ -1,0 +1,78 @@
+"""Mixture of experts: DeepSeekMoE routing (V2: softmax, V3/GLM/Kimi: sigmoid with a correction bias) and the experts.
+
+DeepSeek-V3 paper, section 2.1.2. The operations and their order follow vLLM's CPU path (fused_moe/router/cpu_router.py,
+_grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are chosen with the same weights.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.numerics import Kernels, round_kernel
+from tilert_ref.engine.weights import MlpWeights, MoeWeights
+
+
+def mlp(w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
+    """SwiGLU, [T, D] -> [T, D]; silu(gate) is rounded before the product (vLLM SiluAndMul, native)."""
+    gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)  # [T, I] each
+    return F.linear(F.silu(gate) * up, w.down)
+
+
+def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [T, E] -> weights [T, k] fp32 and expert ids [T, k].
+
+    noaux_tc: the bias steers the choice only; the weights are the unbiased scores of the chosen (case K4: computing
+    (bias + s) - bias instead loses them). Groups: only experts of the topk_group best groups may be chosen.
+    """
+    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
+    choice = scores if bias is None else scores + bias  # [T, E]
+    if config.n_group > 1 and config.topk_method != "greedy":
+        choice = _mask_groups(config, choice, by_pairs=bias is not None)
+    ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices  # [T, k]
+    weights = scores.gather(1, ids)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, ids
+
+
+def _mask_groups(config: ModelConfig, choice: torch.Tensor, by_pairs: bool) -> torch.Tensor:
+    """-inf outside the best groups. A group's score: sum of its two best (V3), or its best (V2)."""
+    grouped = choice.view(len(choice), config.n_group, -1)  # [T, G, E / G]
+    group_scores = grouped.topk(2, dim=-1).values.sum(-1) if by_pairs else grouped.amax(-1)  # [T, G]
+    best = group_scores.topk(config.topk_group, dim=-1, sorted=False).indices
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(1)
+
+
+def moe(w: MoeWeights, config: ModelConfig, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """[T, D] -> [T, D]: weighted routed experts times routed_scaling_factor, plus the shared expert."""
+    weights, ids = route(config, router_logits(config, x, w.gate), w.bias)
+    routed = experts(w, x, weights, ids, kernels)
+    if config.routed_scaling_factor != 1.0:
+        routed = routed * config.routed_scaling_factor
+    return routed if w.shared is None else mlp(w.shared, x) + routed
+
+
+def router_logits(config: ModelConfig, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """[T, E]. GLM-5 routes in fp32 (vLLM deepseek_v2.py, _get_moe_router_dtype), the others in the model's dtype."""
+    if config.architecture == "GlmMoeDsaForCausalLM":
+        return F.linear(x.float(), gate.float())
+    return F.linear(x, gate)
+
+
+def experts(
+    w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kernels: Kernels
+) -> torch.Tensor:
+    """Sum over the chosen experts of weight * SwiGLU_e(x), [T, D].
+
+    fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts, one rounding at the end: the
+    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec").
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
+        inner = round_kernel(F.silu(gate) * up, x.dtype, kernels.rounding).float()
+        expert_out = F.linear(inner, w.down[expert].float())  # [n, D]
+        out.index_add_(0, token, expert_out * weights[token, slot, None])
+    return round_kernel(out, x.dtype, kernels.rounding)

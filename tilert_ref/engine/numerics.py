@@ -1,0 +1,69 @@
+"""Named numerics: where fp32 results become bf16, by which rule, and in which order long sums are taken.
+
+A sum of bf16 products has as many fp32 results as there are orders, and one of them is vLLM's. Where its order is known
+it is reproduced, so that tokens and KV bytes can be compared without a tolerance; where it isn't, torch's own order
+stands in and the difference is measured (docs/numerics.md).
+
+Rounding: torch rounds fp32 to bf16 to the nearest even value. vLLM's own CPU kernels do so only where the processor has
+AVX512-BF16; their other x86 builds cut the low 16 bits off (csrc/cpu/cpu_types_x86.hpp, FP32Vec to BF16Vec), which
+shifts the outputs of the fused MoE kernel and of MLA decode by up to one bf16 step toward zero. With the right rule
+these operators agree with vLLM 0.32.0 to the last bit, with the wrong one half of their values differ.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+class KernelRounding(Enum):
+    """How vLLM's fused kernels turn an fp32 accumulator into bf16."""
+
+    NEAREST = "nearest"  # ties to even: CUDA kernels, AVX512-BF16, AMX
+    TRUNCATE = "truncate"  # toward zero: x86 without AVX512-BF16
+
+
+class DecodeOrder(Enum):
+    """In which order MLA decode sums over head dimensions and cached tokens."""
+
+    TORCH = "torch"  # whatever the matmul of this device does
+    CPU_MLA = "cpu_mla"  # vLLM's AVX2 kernel, see cpu_mla.py
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the fused kernels of the peer do that a plain formula leaves open."""
+
+    rounding: KernelRounding = KernelRounding.NEAREST
+    decode_order: DecodeOrder = DecodeOrder.TORCH
+
+
+def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> torch.Tensor:
+    """fp32 -> dtype by the rule. 1.00585938 (0x3f80c000) -> 1.0078125 nearest, 1.0 truncated (bf16)."""
+    if rule is KernelRounding.TRUNCATE and dtype is torch.bfloat16:
+        x = (x.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+    return x.to(dtype)
+
+
+def vllm_kernels(device: str) -> Kernels:
+    """The kernels that vLLM would use on `device` of this machine (its CPU build is chosen by instruction set)."""
+    flags = _cpu_flags()
+    if device != "cpu" or "avx512_bf16" in flags:
+        return Kernels()
+    if "avx512f" in flags:
+        return Kernels(KernelRounding.TRUNCATE)
+    if "avx2" in flags:
+        return Kernels(KernelRounding.TRUNCATE, DecodeOrder.CPU_MLA)
+    return Kernels()
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """x86 feature names as Linux spells them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())

@@ -1,0 +1,132 @@
+"""RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
+from tilert_ref.engine.cache import KVCache
+from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
+from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
+from tilert_ref.engine.model import logits
+from tilert_ref.engine.numerics import vllm_kernels
+from tilert_ref.engine.rope import rope_table
+from tilert_ref.engine.sampling import Sampler
+from tilert_ref.engine.weights import load_weights
+
+
+class RefEngine:
+    """Greedy or sampled decoding with num_mtp drafts a step (0: none) from an injected or self-made prompt KV."""
+
+    name = "ref"
+    capabilities = Capabilities(penalties=False, ignore_eos=True, logprobs=True)
+
+    def __init__(self, model: Model, cache: KVCache, num_mtp: int, max_seq_len: int):
+        self.model, self.cache, self.num_mtp, self.max_seq_len = model, cache, num_mtp, max_seq_len
+        self.seq_len, self.last_prompt_token = 0, 0
+
+    def inject(self, kv: PromptKV) -> None:
+        """Copies every layer's rows as they came. Raises ValueError where they don't fit this model."""
+        self._check(kv)
+        positions = torch.arange(kv.seq_len, device=self.cache.rows.device)
+        for layer, planes in enumerate(kv.layers):
+            self.cache.write(layer, positions, planes.latent, planes.rope)
+        self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
+
+    def prefill(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(temperature=0.0)) -> int:
+        """The engine's own prefill: fills the cache from token ids and returns the first token."""
+        if not 0 < len(prompt) < self.max_seq_len:
+            raise ValueError(f"prompt of {len(prompt)} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
+        hidden = prefill(self.model, self.cache, prompt)
+        first = Sampler(sampling)(logits(self.model.weights, hidden[-1:])[0]).id
+        if self.num_mtp:
+            prefill_mtp(self.model, self.cache, [*prompt[1:], first], hidden)
+        self.seq_len, self.last_prompt_token = len(prompt), prompt[-1]
+        return first
+
+    def decode(
+        self, first_token_id: int, max_tokens: int, sampling: SamplingParams, top_logprobs: int | None = None
+    ) -> Iterator[list[Token] | Finished]:
+        """See api.DecodeEngine.decode."""
+        if not self.seq_len:
+            raise RuntimeError("decode before inject or prefill: there is no prompt")
+        self._check_token(first_token_id)
+        stats = DraftStats()
+        budget = min(max_tokens, self.max_seq_len - self.seq_len - 1)
+        stop_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.config.eos_token_ids)
+        steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
+        for event in until_stop(steps, first_token_id, budget, stop_ids):
+            yield event if isinstance(event, list) else Finished(event, self._stats(stats))
+
+    def reset(self) -> None:
+        self.seq_len, self.last_prompt_token = 0, 0
+
+    def _steps(self, first_token: int, sampler: Sampler, stats: DraftStats) -> Iterator[list[Token]]:
+        if not self.num_mtp:
+            return decode_plain(self.model, self.cache, self.seq_len, first_token, sampler)
+        return decode_mtp(
+            self.model, self.cache, self.seq_len, self.last_prompt_token, first_token, sampler, self.num_mtp, stats
+        )
+
+    def _stats(self, stats: DraftStats) -> dict[str, float | int | str]:
+        if not self.num_mtp:
+            return {}
+        return {"mtp_accept_mean": round(stats.emitted / max(stats.calls, 1), 3), "mtp_verify_calls": stats.calls}
+
+    def _check(self, kv: PromptKV) -> None:
+        c, layers = self.model.config, len(self.cache.rows)
+        if len(kv.layers) != layers:
+            raise ValueError(f"{len(kv.layers)} layers of KV for an engine with {layers} (MTP layer counted)")
+        if not 0 < kv.seq_len < self.max_seq_len:
+            raise ValueError(f"prompt of {kv.seq_len} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
+        self._check_token(kv.last_prompt_token)
+        latent, rope = (kv.seq_len, c.kv_lora_rank), (kv.seq_len, c.qk_rope_head_dim)
+        for index, planes in enumerate(kv.layers):
+            for name, tensor, shape in (("latent", planes.latent, latent), ("rope", planes.rope, rope)):
+                if tuple(tensor.shape) != shape or tensor.dtype != self.cache.rows.dtype:
+                    got = f"{list(tensor.shape)} {tensor.dtype}"
+                    raise ValueError(f"layer {index} {name}: {got}, expected {list(shape)} {self.cache.rows.dtype}")
+
+    def _check_token(self, token: int) -> None:
+        if not 0 <= token < self.model.config.vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
+
+
+def load_engine(
+    model_dir: str | Path,
+    *,
+    device: str = "cpu",
+    max_seq_len: int = 4096,
+    num_mtp: int = 0,
+    block_size: int = 64,
+    progress: Callable[[str], None] = lambda line: None,
+) -> RefEngine:
+    """Builds the engine from a Hugging Face checkpoint directory.
+
+    Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal num_mtp.
+    """
+    config = load_config(model_dir)
+    _refuse_what_is_missing(config, num_mtp, max_seq_len)
+    progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
+    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, progress=progress)
+    room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
+    layers = config.num_hidden_layers + (num_mtp > 0)
+    cache = KVCache(config, layers, room, block_size=block_size, device=device)
+    rope = rope_table(config, room, torch.bfloat16).to(device)
+    progress(f"KV cache: {cache.rows.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers")
+    return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
+
+
+def _refuse_what_is_missing(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
+    if config.index_topk is not None:
+        raise ConfigError(
+            f"index_topk = {config.index_topk}: {config.architecture} attends sparsely (DSA). This engine attends "
+            "densely so far and would give other tokens, so it refuses; dense models of the family run."
+        )
+    if not 0 <= num_mtp <= 3:
+        raise ValueError(f"num_mtp = {num_mtp}, legal are 0 (no drafting) to 3")
+    if num_mtp and not config.num_nextn_predict_layers:
+        raise ConfigError("num_nextn_predict_layers = 0: this checkpoint has no MTP layer to draft with")
+    if max_seq_len > config.max_position_embeddings:
+        raise ValueError(f"max_seq_len {max_seq_len} exceeds max_position_embeddings {config.max_position_embeddings}")

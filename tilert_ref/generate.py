@@ -1,0 +1,115 @@
+"""`tilert-ref generate DIR --prompt ...`: the engine alone, prefill included, from text to text."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tilert_ref.engine.api import Finished, SamplingParams
+from tilert_ref.engine.ref import RefEngine, load_engine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        prompt = _prompt_ids(args)
+        engine = load_engine(
+            args.model_dir,
+            device=args.device,
+            max_seq_len=args.max_seq_len,
+            num_mtp=args.num_mtp,
+            progress=lambda line: print(line, file=sys.stderr),
+        )
+        return _generate(engine, prompt, args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def render_chat(model_dir: Path, messages: list[dict[str, str]]) -> str:
+    """The checkpoint's own chat template, with the generation prompt added."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    config = json.loads((model_dir / "tokenizer_config.json").read_text())
+    beside = model_dir / "chat_template.jinja"
+    template = beside.read_text() if beside.is_file() else config.get("chat_template")
+    if not template:
+        raise ValueError(f"{model_dir} has no chat template; use --prompt without --chat")
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    special = {key: config[key] for key in ("bos_token", "eos_token", "pad_token") if isinstance(config.get(key), str)}
+    return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
+
+
+def stream(engine: RefEngine, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Iterator[list[int]]:
+    """Prefills and yields the ids of each decode step, then returns; `Finished` is the generator's return value."""
+    first = engine.prefill(prompt, sampling)
+    for event in engine.decode(first, max_tokens, sampling):
+        if isinstance(event, Finished):
+            return event
+        yield [token.id for token in event]
+    raise RuntimeError("the engine ended without a finish event")
+
+
+def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) -> int:
+    tokenizer = Tokenizer.from_file(str(args.model_dir / "tokenizer.json"))
+    sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.ignore_eos, args.seed)
+    ids, shown, start = list[int](), "", time.perf_counter()
+    finished = None
+    steps = stream(engine, prompt, sampling, args.max_tokens)
+    while finished is None:
+        try:
+            ids += next(steps)
+        except StopIteration as stop:
+            finished = stop.value
+        text = tokenizer.decode(ids)
+        if finished or not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print("\n" + (f"ids: {ids}\n" if args.ids else ""), end="")
+    seconds = time.perf_counter() - start
+    stats = "".join(f", {key} {value}" for key, value in finished.stats.items())
+    line = f"{len(prompt)} prompt tokens, {len(ids)} generated in {seconds:.2f} s, finish {finished.reason}{stats}"
+    print(line, file=sys.stderr)
+    return 0
+
+
+def _prompt_ids(args: argparse.Namespace) -> list[int]:
+    if args.prompt_ids is not None:
+        return [int(token) for token in args.prompt_ids.replace(",", " ").split()]
+    path = args.model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} not found; give token ids with --prompt-ids")
+    text = render_chat(args.model_dir, [{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
+    return Tokenizer.from_file(str(path)).encode(text, add_special_tokens=not args.chat).ids
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilert-ref generate",
+        description="Generate with the engine alone: no vLLM, no handoff. Greedy unless --temperature says otherwise.",
+        epilog="example: tilert-ref make-tiny --arch dsv3 /tmp/tiny && tilert-ref generate /tmp/tiny --chat --prompt hi",
+    )
+    parser.add_argument("model_dir", type=Path, help="Hugging Face checkpoint directory (config.json, safetensors)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="prompt text")
+    source.add_argument("--prompt-ids", help="prompt as token ids, separated by commas or spaces")
+    parser.add_argument("--chat", action="store_true", help="wrap --prompt into the checkpoint's chat template")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0, help="0: no limit")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
+    parser.add_argument("--num-mtp", type=int, default=0, choices=range(4), help="drafts a step; 0: none (default)")
+    parser.add_argument("--max-seq-len", type=int, default=4096, help="prompt and answer together (default 4096)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ids", action="store_true", help="print the generated token ids too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
