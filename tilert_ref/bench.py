@@ -1,7 +1,9 @@
-"""`tilert-ref bench decode`: batch-1 decode speed, alone or side by side with vLLM on the same checkpoint.
+"""`tilert-ref bench`: decode speed side by side with vLLM, and what loading our plugin costs vLLM's prefill.
 
-Both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope between
-a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything.
+decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
+between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything.
+
+plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
 """
 
 import argparse
@@ -14,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tilert_ref import bench_plugin
 
 SHORT = 8  # tokens of the short answer that is subtracted
 
@@ -30,11 +34,13 @@ class Measured:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    if args.peer_json:  # the vLLM half, started by the other half in its own process
-        print(json.dumps(_measure_vllm(args)))
-        return 0
     with tempfile.TemporaryDirectory() as scratch:
         args.model_dir = args.model_dir or _tiny(Path(scratch))
+        if args.what == "plugin":
+            return bench_plugin.run(args)
+        if args.peer_json:  # the vLLM half, started by the other half in its own process
+            print(json.dumps(_measure_vllm(args)))
+            return 0
         return _bench(args)
 
 
@@ -53,7 +59,9 @@ def _seconds_per_token(generate: Callable[[int], int], tokens: int) -> float:
         made.append(generate(count))
         marks.append(time.perf_counter())
     if made != [SHORT, tokens]:
-        raise RuntimeError(f"asked for {[SHORT, tokens]} tokens, got {made}: stop tokens must be ignored in a benchmark")
+        raise RuntimeError(
+            f"asked for {[SHORT, tokens]} tokens, got {made}: stop tokens must be ignored in a benchmark"
+        )
     return ((marks[2] - marks[1]) - (marks[1] - marks[0])) / (tokens - SHORT)
 
 
@@ -101,8 +109,7 @@ def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
         max_num_seqs=1,
         enforce_eager=not args.vllm_compiled,
         enable_prefix_caching=False,
-        # Without this vLLM's CPU build rotates wrongly where the model has no rope_scaling.
-        compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+        compilation_config=bench_plugin.CUSTOM_OPS,
     )
     prompt = {"prompt_token_ids": _prompt(args.context, load_config(args.model_dir).vocab_size)}
 
@@ -120,13 +127,7 @@ def _vllm_in_own_process(args: argparse.Namespace) -> Measured:
     command = [sys.executable, "-m", "tilert_ref.bench", "decode", str(args.model_dir), "--peer-json"]
     command += ["--context", str(args.context), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
     command += ["--vllm-compiled"] if args.vllm_compiled else []
-    env = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    env = os.environ | bench_plugin.VLLM_ENV
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
@@ -148,14 +149,19 @@ def _tiny(scratch: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilert-ref bench", description=__doc__.split("\n\n")[0])
     what = parser.add_subparsers(dest="what", required=True)
+    bench_plugin.add_parser(what)
     decode = what.add_parser("decode", help="batch-1 decode speed", description=__doc__.split("\n\n")[1])
     decode.add_argument("model_dir", type=Path, nargs="?", help="checkpoint; default: a tiny dsv3 one made on the spot")
     decode.add_argument("--against", choices=["vllm"], help="also run vLLM and print the ratio as the last line")
     decode.add_argument("--context", type=int, default=128, help="prompt tokens (default 128)")
     decode.add_argument("--tokens", type=int, default=128, help="tokens of the long answer (default 128)")
     decode.add_argument("--repeats", type=int, default=3, help="takes the fastest (default 3)")
-    decode.add_argument("--num-mtp", type=int, nargs="+", default=[0], help="draft counts to measure; first gives the ratio")
-    decode.add_argument("--vllm-compiled", action="store_true", help="vLLM with torch.compile (slow start) instead of eager")
+    decode.add_argument(
+        "--num-mtp", type=int, nargs="+", default=[0], help="draft counts to measure; first gives the ratio"
+    )
+    decode.add_argument(
+        "--vllm-compiled", action="store_true", help="vLLM with torch.compile (slow start) instead of eager"
+    )
     decode.add_argument("--device", default="cpu")
     decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")
     decode.add_argument("--peer-json", action="store_true", help=argparse.SUPPRESS)

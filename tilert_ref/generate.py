@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tilert-ref generate",
         description="Generate with the engine alone: no vLLM, no handoff. Greedy unless --temperature says otherwise.",
-        epilog="example: tilert-ref make-tiny --arch dsv3 /tmp/tiny && tilert-ref generate /tmp/tiny --chat --prompt hi",
+        epilog="example: tilert-ref make-tiny --arch dsv3 T && tilert-ref generate T --chat --prompt hi",
     )
     parser.add_argument("model_dir", type=Path, help="Hugging Face checkpoint directory (config.json, safetensors)")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""The verdict on one token: is it vLLM's, is it one of two that vLLM itself could not tell apart, or is it another one?"""
+"""The verdict on one token: vLLM's own, one of two that vLLM itself could not tell apart, or another one."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The forward pass against an independent implementation: Hugging Face transformers, in fp32, for every dense family."""
+"""The forward pass against an independent one: Hugging Face transformers, in fp32, for every dense family."""
 
 import pytest
 import torch

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tilert_ref.engine import cpu_mla
+from tilert_ref.engine import vllm_avx2
 from tilert_ref.engine.attention import attend_absorbed, attend_plain
 from tilert_ref.engine.config import YarnScaling, parse_config
 from tilert_ref.engine.make_tiny import tiny_config
 from tilert_ref.engine.moe import route
-from tilert_ref.engine.numerics import DecodeOrder, KernelRounding, Kernels, round_kernel
+from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
 from tilert_ref.engine.rope import apply_rope, inverse_frequencies
 
 BF16 = torch.bfloat16
@@ -17,7 +17,13 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize(
     ("value", "nearest", "truncated"),
-    [(1.00585938, 1.0078125, 1.0), (-1.00585938, -1.0078125, -1.0), (1.00390625, 1.0, 1.0), (3.0, 3.0, 3.0), (0.0, 0.0, 0.0)],
+    [
+        (1.00585938, 1.0078125, 1.0),
+        (-1.00585938, -1.0078125, -1.0),
+        (1.00390625, 1.0, 1.0),
+        (3.0, 3.0, 3.0),
+        (0.0, 0.0, 0.0),
+    ],
 )
 def test_round_kernel(value: float, nearest: float, truncated: float) -> None:
     x = torch.tensor([value])
@@ -69,18 +75,20 @@ def test_bias_steers_the_choice_and_groups_limit_it() -> None:
 
 def _random_decode(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(4, 576, generator=draw).to(BF16).float(), torch.randn(tokens, 576, generator=draw).to(BF16).float()
+    return torch.randn(4, 576, generator=draw).to(BF16).float(), torch.randn(tokens, 576, generator=draw).to(
+        BF16
+    ).float()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 33, 200])
-def test_cpu_mla_is_attention(tokens: int) -> None:
+def test_vllm_avx2_is_attention(tokens: int) -> None:
     query, rows = _random_decode(tokens)
     probs = (query.double() @ rows.double().T * 0.07).softmax(-1)
     exact = (probs @ rows[:, :512].double()).float()
-    torch.testing.assert_close(cpu_mla.attend(query, rows, 512, 0.07), exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(vllm_avx2.attend(query, rows, 512, 0.07), exact, rtol=0, atol=2e-6)
 
 
-def test_cpu_mla_takes_the_documented_order() -> None:
+def test_vllm_avx2_takes_the_documented_order() -> None:
     """Against the same order written out in scalar numpy, for one head and a block and a half of tokens."""
     query, rows = _random_decode(24)
     q, k = query[0].numpy(), rows.numpy()
@@ -116,19 +124,21 @@ def test_cpu_mla_takes_the_documented_order() -> None:
         high = max(merged_lse, lse)
         before, here = exp(merged_lse - high), exp(lse - high)
         merged = merged * (before / (before + here)) + out * (here / (before + here))
-    assert np.array_equal(cpu_mla.attend(query, rows, 512, 0.07)[0].numpy(), merged)
+    assert np.array_equal(vllm_avx2.attend(query, rows, 512, 0.07)[0].numpy(), merged)
 
 
-@pytest.mark.parametrize("order", list(DecodeOrder))
-def test_absorbed_attention_of_a_row_ignores_its_neighbours(order: DecodeOrder) -> None:
+@pytest.mark.parametrize("order", list(SumOrder))
+def test_absorbed_attention_of_a_row_ignores_its_neighbours(order: SumOrder) -> None:
     """What makes MTP lossless: verifying three drafts beside a token doesn't change that token's bits."""
     _, rows = _random_decode(70)
     draw = torch.Generator().manual_seed(1)
     q_latent, q_rope = torch.randn(4, 4, 512, generator=draw).to(BF16), torch.randn(4, 4, 64, generator=draw).to(BF16)
-    kernels = Kernels(decode_order=order)
+    kernels = Kernels(order=order)
     together = attend_absorbed(q_latent, q_rope, rows.to(BF16), [67, 68, 69, 70], 0.07, kernels)
     for t in range(4):
-        alone = attend_absorbed(q_latent[t : t + 1], q_rope[t : t + 1], rows[: 67 + t].to(BF16), [67 + t], 0.07, kernels)
+        alone = attend_absorbed(
+            q_latent[t : t + 1], q_rope[t : t + 1], rows[: 67 + t].to(BF16), [67 + t], 0.07, kernels
+        )
         assert alone[0].equal(together[t])
 
 

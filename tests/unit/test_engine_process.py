@@ -254,6 +254,17 @@ def test_kill_9_of_the_server_leaves_no_process_and_no_file(rig: Rig, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_close_while_the_process_is_being_spawned(rig: Rig) -> None:
+    async def work() -> None:
+        other = Rig()
+        other.client.start()
+        await asyncio.sleep(0)
+        await other.client.close()
+        assert other.client.status.state == "closed"
+
+    rig.run(work())
+
+
 def test_close_ends_the_process_at_once(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         pid = rig.client.status.pid

@@ -56,7 +56,7 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class PromptKV:
-    """The handed-over state of one prompt: positions 0 .. seq_len-1 of every layer, MTP layer last where there is one."""
+    """The handed-over state of one prompt: positions 0 .. seq_len-1 of every layer, the MTP layer (if any) last."""
 
     rid: str
     seq_len: int

@@ -14,8 +14,8 @@ Sparse attention (DSA) will select rows before the absorbed form; nothing else c
 
 import torch
 
-from tilert_ref.engine import cpu_mla
-from tilert_ref.engine.numerics import DecodeOrder, Kernels, round_kernel
+from tilert_ref.engine import vllm_avx2
+from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 
 
 def attend_absorbed(
@@ -36,8 +36,8 @@ def attend_absorbed(
     values = keys[:, : q_latent.shape[-1]]  # [S, L]
     attended = []
     for q, length in zip(query, lengths, strict=True):
-        if kernels.decode_order is DecodeOrder.CPU_MLA:
-            attended.append(cpu_mla.attend(q, keys[:length], values.shape[-1], scale))
+        if kernels.order is SumOrder.VLLM_AVX2:
+            attended.append(vllm_avx2.attend(q, keys[:length], values.shape[-1], scale))
         else:
             probs = torch.softmax(q @ keys[:length].T * scale, dim=-1)  # [H, length]
             attended.append(probs @ values[:length])  # [H, L]

@@ -23,17 +23,19 @@ ARCHITECTURES = (
 # Architecture -> what its config.json may leave out (Hugging Face configuration classes' defaults that matter).
 _V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
 _V2_ROUTING = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
-ROUTING_DEFAULTS: dict[str, dict[str, Any]] = {arch: _V3_ROUTING for arch in ARCHITECTURES} | {
+ROUTING_DEFAULTS: dict[str, dict[str, Any]] = dict.fromkeys(ARCHITECTURES, _V3_ROUTING) | {
     "DeepseekV2ForCausalLM": _V2_ROUTING
 }
 
 # Keys that say nothing about the maths of a forward pass.
 IGNORED_KEYS = frozenset(
-    """architectures model_type torch_dtype dtype transformers_version auto_map use_cache initializer_range
-    bos_token_id pad_token_id _name_or_path attention_dropout aux_loss_alpha seq_aux ep_size pretraining_tp
-    output_router_logits router_aux_loss_coef head_dim num_key_value_heads max_window_layers
-    output_attentions output_hidden_states return_dict is_encoder_decoder id2label label2id problem_type
-    chunk_size_feed_forward unsloth_fixed""".split()
+    (
+        *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path"),
+        *("use_cache", "initializer_range", "bos_token_id", "pad_token_id", "head_dim", "num_key_value_heads"),
+        *("attention_dropout", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef"),
+        *("ep_size", "pretraining_tp", "max_window_layers", "chunk_size_feed_forward", "is_encoder_decoder"),
+        *("output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type"),
+    )
 )
 
 # Keys that would change the maths, with the values that leave it as implemented here.
@@ -204,7 +206,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[
         indexer_rope_interleave=bool(keys.get("indexer_rope_interleave", False)),
     )
     if (qk := keys.get("qk_head_dim", config.qk_head_dim)) != config.qk_head_dim:
-        raise ConfigError(f"{where}: qk_head_dim = {qk}, but qk_nope_head_dim + qk_rope_head_dim = {config.qk_head_dim}")
+        raise ConfigError(
+            f"{where}: qk_head_dim = {qk}, but qk_nope_head_dim + qk_rope_head_dim = {config.qk_head_dim}"
+        )
     _refuse_quantised(keys)
     keys.refuse_leftovers(IGNORED_KEYS)
     _check(config, where)

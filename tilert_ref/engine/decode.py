@@ -18,7 +18,7 @@ from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.model import Batch, forward, logits, mtp_forward, mtp_logits
 from tilert_ref.engine.numerics import Kernels
 from tilert_ref.engine.sampling import Sampler
-from tilert_ref.engine.weights import Weights
+from tilert_ref.engine.weights import MtpWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ def verify(sampler: Sampler, rows: torch.Tensor, drafts: Sequence[int]) -> list[
     return emitted
 
 
-def decode_plain(model: Model, cache: KVCache, seq_len: int, first_token: int, sampler: Sampler) -> Iterator[list[Token]]:
+def decode_plain(
+    model: Model, cache: KVCache, seq_len: int, first_token: int, sampler: Sampler
+) -> Iterator[list[Token]]:
     """Endless tokens after first_token, one a step."""
     position, token = seq_len, first_token
     while True:
@@ -177,7 +179,7 @@ def until_stop(
     yield "length"
 
 
-def _mtp(model: Model):  # noqa: ANN202 - MtpWeights, narrowed
+def _mtp(model: Model) -> MtpWeights:
     if model.weights.mtp is None:
         raise ValueError("drafting needs the MTP layer's weights: load the model with_mtp")
     return model.weights.mtp

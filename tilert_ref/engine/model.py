@@ -5,7 +5,6 @@ and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does: the 
 keeps the rounded one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,9 +84,7 @@ def _absorbed(
     w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
-    attended = attend_absorbed(
-        q_latent, q_rope, rows, batch.lengths(), c.softmax_scale, batch.kernels
-    )  # [T, H, L]
+    attended = attend_absorbed(q_latent, q_rope, rows, batch.lengths(), c.softmax_scale, batch.kernels)  # [T, H, L]
     return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
 
 
@@ -141,7 +138,9 @@ def mtp_forward(
     (deepseek_mtp.py, DeepSeekMultiTokenPredictorLayer). The embedding at position 0 is masked, also vLLM's rule.
     """
     embedded = torch.where(batch.positions[:, None] == 0, 0, F.embedding(next_ids, w.embed))  # [T, D]
-    pair = torch.cat((rms_norm(embedded, w.enorm, config.rms_norm_eps), rms_norm(hidden, w.hnorm, config.rms_norm_eps)), -1)
+    pair = torch.cat(
+        (rms_norm(embedded, w.enorm, config.rms_norm_eps), rms_norm(hidden, w.hnorm, config.rms_norm_eps)), -1
+    )
     layer = config.num_hidden_layers  # the MTP layer's rows follow the main layers' in the cache
     x, residual = decoder_layer(w.layer, config, cache, layer, batch, F.linear(pair, w.eh_proj), None)
     return rms_norm(residual + x, w.norm, config.rms_norm_eps)

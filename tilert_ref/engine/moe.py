@@ -7,8 +7,9 @@ _grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are cho
 import torch
 import torch.nn.functional as F
 
+from tilert_ref.engine import vllm_avx2
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.numerics import Kernels, round_kernel
+from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
 
@@ -60,19 +61,18 @@ def router_logits(config: ModelConfig, x: torch.Tensor, gate: torch.Tensor) -> t
     return F.linear(x, gate)
 
 
-def experts(
-    w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kernels: Kernels
-) -> torch.Tensor:
+def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Sum over the chosen experts of weight * SwiGLU_e(x), [T, D].
 
     fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts, one rounding at the end: the
     rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec").
     """
+    linear = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
+        gate, up = linear(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
         inner = round_kernel(F.silu(gate) * up, x.dtype, kernels.rounding).float()
-        expert_out = F.linear(inner, w.down[expert].float())  # [n, D]
+        expert_out = linear(inner, w.down[expert].float())  # [n, D]
         out.index_add_(0, token, expert_out * weights[token, slot, None])
     return round_kernel(out, x.dtype, kernels.rounding)

@@ -25,11 +25,11 @@ class KernelRounding(Enum):
     TRUNCATE = "truncate"  # toward zero: x86 without AVX512-BF16
 
 
-class DecodeOrder(Enum):
-    """In which order MLA decode sums over head dimensions and cached tokens."""
+class SumOrder(Enum):
+    """In which order MLA decode and the expert matrices are summed."""
 
     TORCH = "torch"  # whatever the matmul of this device does
-    CPU_MLA = "cpu_mla"  # vLLM's AVX2 kernel, see cpu_mla.py
+    VLLM_AVX2 = "vllm_avx2"  # vLLM's AVX2 kernels, see vllm_avx2.py
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Kernels:
     """What the fused kernels of the peer do that a plain formula leaves open."""
 
     rounding: KernelRounding = KernelRounding.NEAREST
-    decode_order: DecodeOrder = DecodeOrder.TORCH
+    order: SumOrder = SumOrder.TORCH
 
 
 def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> torch.Tensor:
@@ -55,7 +55,7 @@ def vllm_kernels(device: str) -> Kernels:
     if "avx512f" in flags:
         return Kernels(KernelRounding.TRUNCATE)
     if "avx2" in flags:
-        return Kernels(KernelRounding.TRUNCATE, DecodeOrder.CPU_MLA)
+        return Kernels(KernelRounding.TRUNCATE, SumOrder.VLLM_AVX2)
     return Kernels()
 
 

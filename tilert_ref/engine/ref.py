@@ -15,6 +15,8 @@ from tilert_ref.engine.rope import rope_table
 from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights
 
+GREEDY = SamplingParams(temperature=0.0)
+
 
 class RefEngine:
     """Greedy or sampled decoding with num_mtp drafts a step (0: none) from an injected or self-made prompt KV."""
@@ -34,7 +36,7 @@ class RefEngine:
             self.cache.write(layer, positions, planes.latent, planes.rope)
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
 
-    def prefill(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(temperature=0.0)) -> int:
+    def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
         """The engine's own prefill: fills the cache from token ids and returns the first token."""
         if not 0 < len(prompt) < self.max_seq_len:
             raise ValueError(f"prompt of {len(prompt)} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")

@@ -38,8 +38,8 @@ def rope_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> torch
     yarn = config.rope_scaling
     inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, yarn)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
-    scale = 1.0 if yarn is None else yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(
-        yarn.factor, yarn.mscale_all_dim
+    scale = (
+        1.0 if yarn is None else yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
     )
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1).to(dtype)
 

@@ -1,12 +1,18 @@
-"""MLA decode in the summation order of vLLM's AVX2 kernel, so that its results can be matched bit for bit.
+"""Two operators in the summation order of vLLM's AVX2 kernels, so that their results can be matched bit for bit.
 
-Same formula as attention.attend_absorbed; what is fixed here is the order of fp32 operations (vLLM 0.32.0,
-csrc/cpu/mla_decode.cpp, found by comparing outputs):
+The formulas are those of attention.attend_absorbed and of a linear layer; what is fixed here is the order of fp32
+operations, found by comparing outputs with vLLM 0.32.0:
 
+MLA decode (csrc/cpu/mla_decode.cpp)
 - a score is summed in 16 lanes over the 576 dimensions, then lanes 0..7 and 8..15 one after the other, then both;
 - softmax runs over blocks of 16 tokens, exponentials correctly rounded, sums and weighted values token after token,
   product and sum rounded apart (no fused multiply-add);
 - blocks are merged in order by their log-sum-exp (arXiv 2501.01005, section 2.2).
+
+Expert matrices (csrc/cpu/cpu_fused_moe.cpp, isa "vec")
+- every output is summed over the inputs one after the other.
+
+Left open: glibc's expf misses the correctly rounded value once in some hundred thousand calls.
 """
 
 import torch
@@ -28,18 +34,19 @@ def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: flo
     total = _sum_last(weights)  # [H, N]
     weights = weights / total[..., None]
     partial = torch.zeros(heads, len(values), value_width)
-    for token in range(BLOCK):
-        partial = partial + weights[:, :, token, None] * values[None, :, token]  # [H, N, V]
+    for weight, value in zip(weights[..., None].unbind(2), values.unbind(1), strict=True):
+        partial += weight * value  # [H, N, V]
     return _merge(partial, _log(total) + top[..., 0])
 
 
 def _lane_sums(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[H, S, 16]: lane l sums dimensions l, l + 16, l + 32, ... in order. Products of bf16 values are exact."""
-    q = query.view(len(query), 1, -1, LANES)
-    k = rows.view(1, len(rows), -1, LANES)
+    steps = query.shape[-1] // LANES
+    q = query.view(len(query), steps, 1, LANES).unbind(1)  # steps x [H, 1, 16]
+    k = rows.view(len(rows), steps, LANES).transpose(0, 1).contiguous().unbind()  # steps x [S, 16]
     sums = torch.zeros(len(query), len(rows), LANES)
-    for step in range(q.shape[2]):
-        sums = torch.addcmul(sums, q[:, :, step], k[:, :, step])
+    for q_step, k_step in zip(q, k, strict=True):
+        sums.addcmul_(q_step, k_step)
     return sums
 
 
@@ -74,3 +81,12 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
 
 def _log(x: torch.Tensor) -> torch.Tensor:
     return x.double().log().float()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [n, K] fp32 times weight [N, K] fp32 transposed, [n, N]; products of bf16 values are exact."""
+    sums = torch.zeros(len(x), len(weight))
+    columns, rows = x.T.contiguous()[..., None].unbind(), weight.T.contiguous().unbind()
+    for column, row in zip(columns, rows, strict=True):
+        sums.addcmul_(column, row)
+    return sums
