@@ -1,0 +1,243 @@
+"""Both transports for real: a receiver in another process, faults included."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transport_peer import Peer
+
+from tilert_ref.connector.layout import Copy
+from tilert_ref.connector.transport import (
+    TransferError,
+    TransferTimeout,
+    Transport,
+    make_transport,
+    nixl,
+    write_tag,
+    zmq,
+)
+
+NBYTES = 3 << 20
+TAG = write_tag("rid", 1)
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Source:
+    """Registered memory with random bytes."""
+
+    def __init__(self, transport: Transport, nbytes: int = NBYTES) -> None:
+        self.memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+        transport.register(self.address, nbytes, self.memory)
+
+    def bytes(self, start: int, nbytes: int) -> bytes:
+        return self.memory[start : start + nbytes].numpy().tobytes()
+
+
+def copy(source: Source, peer: Peer, src: int, dst: int, nbytes: int) -> Copy:
+    return Copy(source.address + src, peer.address + dst, nbytes, layer=0, plane="kv")
+
+
+@pytest.fixture(params=["nixl", "zmq"])
+def sender(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    transport = make_transport(request.param, "", receiver=False)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture(scope="module")
+def shared_peers() -> Iterator[dict[str, Peer]]:
+    peers: dict[str, Peer] = {}
+    yield peers
+    for peer in peers.values():
+        peer.kill()
+
+
+@pytest.fixture
+def peer(sender: Transport, shared_peers: dict[str, Peer]) -> Peer:
+    """A receiver that other tests use too, with a buffer of zeros."""
+    if sender.name not in shared_peers:
+        shared_peers[sender.name] = Peer(sender.name, NBYTES)
+    shared_peers[sender.name].clear(TAG)
+    return shared_peers[sender.name]
+
+
+@pytest.fixture
+def own_peer(sender: Transport) -> Iterator[Peer]:
+    """A receiver that the test may harm."""
+    peer = Peer(sender.name, NBYTES)
+    peer.clear(TAG)
+    yield peer
+    peer.kill()
+
+
+def test_scattered_copies_arrive_and_nothing_else_changes(sender: Transport, peer: Peer) -> None:
+    source, rng, unit = Source(sender), random.Random(5), NBYTES // 24
+    wanted = bytearray(NBYTES)
+    for _ in range(2):  # the second write meets a connection that exists
+        copies = []
+        for src, dst in zip(rng.sample(range(24), 6), rng.sample(range(24), 6), strict=True):
+            offset, nbytes = rng.randrange(unit // 2), rng.randrange(1, unit // 2)
+            copies.append(copy(source, peer, src * unit, dst * unit + offset, nbytes))
+            wanted[dst * unit + offset : dst * unit + offset + nbytes] = source.bytes(src * unit, nbytes)
+        sender.write(peer.meta, copies, TAG, soon())
+        assert peer.read() == wanted
+
+
+def test_a_copy_bigger_than_batch_and_chunk(sender: Transport, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "BATCH_BYTES", 70_001)
+    monkeypatch.setattr(zmq, "CHUNK_BYTES", 70_001)
+    source = Source(sender)
+    sender.write(peer.meta, [copy(source, peer, 0, 0, 1_000_003), copy(source, peer, 5, 2 << 20, 77)], TAG, soon())
+    got = peer.read()
+    assert got[:1_000_003] == source.bytes(0, 1_000_003)
+    assert got[2 << 20 : (2 << 20) + 77] == source.bytes(5, 77)
+
+
+def test_source_outside_registered_memory_is_refused(sender: Transport, peer: Peer) -> None:
+    source = Source(sender)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        sender.write(peer.meta, [copy(source, peer, NBYTES - 8, 0, 9)], TAG, soon())
+    sender.unregister(source.address)
+    with pytest.raises(TransferError, match="not in registered memory"):
+        sender.write(peer.meta, [copy(source, peer, 0, 0, 8)], TAG, soon())
+    assert peer.read() == bytes(NBYTES)
+
+
+def test_destination_outside_registered_memory_is_refused(sender: Transport, peer: Peer) -> None:
+    source = Source(sender)
+    with pytest.raises(TransferError):
+        sender.write(peer.meta, [copy(source, peer, 0, NBYTES - 8, 9)], TAG, soon())
+    assert peer.read() == bytes(NBYTES)
+    sender.write(peer.meta, [copy(source, peer, 0, 0, 9)], TAG, soon())  # an error is not for ever
+    assert peer.read()[:9] == source.bytes(0, 9)
+
+
+def test_dead_receiver_is_an_error_and_its_successor_works(sender: Transport, own_peer: Peer) -> None:
+    source = Source(sender)
+    one = [copy(source, own_peer, 0, 0, NBYTES)]
+    sender.write(own_peer.meta, one, TAG, soon())
+    own_peer.kill()
+    with pytest.raises(TransferError):
+        sender.write(own_peer.meta, one, TAG, soon(3.0))
+    successor = Peer(sender.name, NBYTES)
+    try:
+        successor.clear(TAG)
+        sender.write(successor.meta, [copy(source, successor, 0, 0, NBYTES)], TAG, soon())
+        assert successor.read() == source.bytes(0, NBYTES)
+    finally:
+        successor.kill()
+
+
+def test_stopped_receiver_times_out_and_the_write_settles_later(sender: Transport, own_peer: Peer) -> None:
+    source = Source(sender)
+    own_peer.stop()
+    began = time.monotonic()
+    with pytest.raises(TransferTimeout) as caught:
+        sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, NBYTES)], TAG, soon(1.0))
+    assert 1.0 <= time.monotonic() - began < 10.0
+    assert caught.value.settled.done() is sender.fenced
+    own_peer.resume()
+    caught.value.settled.result(timeout=60)
+    sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, NBYTES)], TAG, soon())
+    assert own_peer.read() == source.bytes(0, NBYTES)
+
+
+def test_close_ends_a_write_that_is_going_on(sender: Transport, own_peer: Peer) -> None:
+    source = Source(sender)
+    own_peer.stop()
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, NBYTES)], TAG, soon(120.0))
+        except TransferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    sender.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert len(errors) == 1 and not isinstance(errors[0], TransferTimeout)
+    with pytest.raises(TransferError, match="closed"):
+        sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, 1)], TAG, soon())
+
+
+def test_two_writers_at_once(sender: Transport, peer: Peer) -> None:
+    source, half = Source(sender), NBYTES // 2
+    threads = [
+        threading.Thread(
+            target=sender.write, args=(peer.meta, [copy(source, peer, at, at, half)], TAG, soon()), daemon=True
+        )
+        for at in (0, half)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert peer.read() == source.bytes(0, NBYTES)
+
+
+@pytest.mark.parametrize("meta", [{}, {"nixl_meta": "not base64!", "nixl_dev": 0}, {"nixl_meta": "aGVsbG8="}])
+def test_unusable_meta_is_an_error(sender: Transport, meta: dict[str, object]) -> None:
+    source = Source(sender, 64)
+    with pytest.raises(TransferError):
+        sender.write(meta, [Copy(source.address, 4096, 1, layer=0, plane="kv")], TAG, soon())
+
+
+@pytest.mark.parametrize("admitted", [None, write_tag("rid", 2)])
+def test_zmq_receiver_refuses_a_tag_that_is_not_admitted(admitted: bytes | None) -> None:
+    receiver, sender = make_transport("zmq", "127.0.0.1"), make_transport("zmq", "", receiver=False)
+    try:
+        target, source = Source(receiver, 4096), Source(sender, 4096)
+        before = target.bytes(0, 4096)
+        receiver.admit(admitted)
+        with pytest.raises(TransferError, match="not admitted"):
+            sender.write(receiver.local_meta(""), [Copy(source.address, target.address, 64, 0, "kv")], TAG, soon())
+        assert target.bytes(0, 4096) == before
+        receiver.admit(TAG)
+        sender.write(receiver.local_meta(""), [Copy(source.address, target.address, 64, 0, "kv")], TAG, soon())
+        assert target.bytes(0, 64) == source.bytes(0, 64)
+    finally:
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at", "start"),
+    [
+        ("127.0.0.1", "10.0.0.9", "tcp://127.0.0.1:"),
+        ("::", "10.0.0.9", "tcp://10.0.0.9:"),
+        ("", "fe80::1", "tcp://[fe80::1]:"),
+        ("0.0.0.0", "10.0.0.9", "tcp://10.0.0.9:"),
+    ],
+)
+def test_zmq_endpoint_is_an_address_that_the_sender_can_reach(host: str, reached_at: str, start: str) -> None:
+    receiver = make_transport("zmq", host)
+    try:
+        assert receiver.local_meta(reached_at)["zmq_endpoint"].startswith(start)
+    finally:
+        receiver.close()
+
+
+def test_transports_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'mooncake' is not supported yet; legal: nixl, zmq"):
+        make_transport("mooncake", "")
+    with pytest.raises(ValueError, match="unknown transport 'tcp'; legal: nixl, zmq"):
+        make_transport("tcp", "")
+
+
+def test_an_unused_transport_starts_nothing() -> None:
+    before = set(threading.enumerate())
+    for name in ("nixl", "zmq"):
+        transport = make_transport(name, "", receiver=False)
+        transport.unregister(4096)
+        transport.close()
+    assert set(threading.enumerate()) == before

@@ -1,0 +1,67 @@
+"""The receiving end of a transport in a process of its own, driven over a pipe."""
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tilert_ref.connector.transport import make_transport
+
+DEADLINE_S = 120
+
+
+def serve(pipe: Connection, name: str, nbytes: int) -> None:
+    """Commands: ("clear", tag to admit), ("read",) -> the buffer's bytes. Ends with the pipe."""
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    transport = make_transport(name, "127.0.0.1")
+    transport.register(buffer.data_ptr(), nbytes, buffer)
+    pipe.send((transport.local_meta("127.0.0.1"), buffer.data_ptr()))
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if command[0] == "clear":
+            buffer.zero_()
+            transport.admit(command[1])
+        pipe.send(buffer.numpy().tobytes() if command[0] == "read" else None)
+
+
+class Peer:
+    """A receiver process. meta: what its hello would carry; address: of its buffer."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])  # imported once, not by every receiver
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, nbytes), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.meta, self.address = self._answer()
+
+    def clear(self, tag: bytes) -> None:
+        """Zeroes the buffer and admits writes with this tag."""
+        self._pipe.send(("clear", tag))
+        self._answer()
+
+    def read(self) -> bytes:
+        self._pipe.send(("read",))
+        return self._answer()
+
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(DEADLINE_S)
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError("the receiver process does not answer")
+        return self._pipe.recv()

@@ -1,0 +1,322 @@
+"""The decode side of the control plane: sockets and threads around `admission.Admission`.
+
+One thread accepts; each connection has a short-lived thread, which carries one rank's transfer of one request. Every
+decision is Admission's, taken under one lock.
+
+    server = ReceiveServer(layout, buffer, transport, host="::", port=5556)
+    server.start()
+    server.expect(rid)
+    try:
+        record = server.wait(rid, timeout=120, cancelled=event)   # from here on the buffer is ours to read
+        ...
+    finally:
+        server.release(rid)
+"""
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+
+from tilert_ref.connector import codec, wire
+from tilert_ref.connector.admission import (
+    Action,
+    Admission,
+    Announced,
+    Claimed,
+    Close,
+    Closed,
+    Completed,
+    Connected,
+    DoneReceived,
+    Event,
+    Evicted,
+    Expected,
+    Record,
+    Released,
+    Reply,
+)
+from tilert_ref.connector.codec import Accept
+from tilert_ref.connector.layout import BufferLayout
+from tilert_ref.connector.transport import TransferError, Transport, write_tag
+from tilert_ref.connector.transport.nixl import nixl_version
+
+MAX_CONNECTIONS = 64
+ANNOUNCE_TIMEOUT_S = 30.0
+"""A sender announces as soon as it has read hello. This bounds what a silent or dripping connection costs."""
+REPLY_TIMEOUT_S = 10.0
+SETTLE_S = 1.0
+"""After an accepted connection broke off: how long bytes that the dead sender's kernel still held may land."""
+CANCEL_POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class HandoffError(Exception):
+    """The KV of a request cannot be had."""
+
+
+class HandoffTimeout(HandoffError):
+    """It did not arrive in time."""
+
+
+class HandoffFailed(HandoffError):
+    """The prefill side gave up after its announce was accepted, and said so; its log says why."""
+
+
+class HandoffCancelled(HandoffError):
+    """The consumer's cancel event was set."""
+
+
+class ReceiveServer:
+    """Takes requests' KV into one buffer, one request at a time.
+
+    Args:
+        layout: of the buffer.
+        buffer: uint8 [layout.total_bytes] in host memory.
+        transport: the receiving end; registered and closed by this server.
+        host, port: where to listen for control connections; port 0 picks a free one.
+        senders: ranks 0 .. senders-1 make a request complete.
+        request_timeout: seconds, see Admission; also the patience with an accepted sender if the transport is fenced.
+        checkpoint: digest of the decode side's checkpoint, published in hello; None if not known.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        buffer: torch.Tensor,
+        transport: Transport,
+        host: str,
+        port: int,
+        senders: int = 1,
+        request_timeout: float = 120.0,
+        checkpoint: str | None = None,
+    ) -> None:
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.total_bytes,) or buffer.device.type != "cpu":
+            got = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+            raise ValueError(f"the receive buffer must be torch.uint8 [{layout.total_bytes}] on cpu, got {got}")
+        self._layout = layout
+        self._buffer = buffer
+        self._transport = transport
+        self._host, self._wanted_port = host, port
+        self._senders = senders
+        self._request_timeout = request_timeout
+        self._geometry = layout.geometry(nixl_version() if transport.name == "nixl" else None, checkpoint)
+        self._admission = Admission(frozenset(range(senders)), layout.max_seq_len, request_timeout, layout)
+        self._changed = threading.Condition()
+        self._records: dict[str, Record] = {}
+        self._writable_rid: str | None = None  # whose writes a fenced transport lets through
+        self._failed_rid: str | None = None  # whose sender gave up, until it is released or tried again
+        self._connections: dict[int, wire.Connection] = {}
+        self._serving: set[threading.Thread] = set()
+        self._ids = itertools.count()
+        self._closing = threading.Event()
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        if self._listener is None:
+            raise RuntimeError("the receive server is not started")
+        return self._listener.getsockname()[1]
+
+    def start(self) -> None:
+        """Registers the buffer and binds; raises what the transport or the socket raises."""
+        self._transport.register(self._buffer.data_ptr(), self._buffer.nbytes, self._buffer)
+        self._transport.admit(None)
+        self._listener = wire.listen(self._host, self._wanted_port)
+        self._acceptor = threading.Thread(target=self._accept_loop, name="tilert-accept", daemon=True)
+        self._acceptor.start()
+
+    def expect(self, rid: str) -> None:
+        """A consumer wants rid: its announces are accepted again, also if it was released before."""
+        self._apply(Expected(rid))
+
+    def wait(self, rid: str, timeout: float, cancelled: threading.Event) -> Record:
+        """Blocks until rid's KV is complete and claims the buffer, which then stays as it is until `release(rid)`.
+
+        Raises HandoffTimeout, HandoffCancelled, HandoffFailed, or HandoffError if the server is closed.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                if cancelled.is_set():
+                    raise HandoffCancelled(f"cancelled while waiting for the KV of {rid!r}")
+                if self._closing.is_set():
+                    raise HandoffError("the receive server is closed")
+                if rid == self._failed_rid:
+                    raise HandoffFailed(f"the prefill side gave up on the KV of {rid!r}")
+                if rid in self._records:
+                    self._admission.handle(Claimed(rid), time.monotonic())
+                    return self._records.pop(rid)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise HandoffTimeout(f"no KV for {rid!r} within {timeout:g} s; the buffer: {self._snapshot()}")
+                self._changed.wait(min(remaining, CANCEL_POLL_S))
+
+    def release(self, rid: str) -> None:
+        """The consumer is through with rid, or no longer wants it. Legal at any time."""
+        with self._changed:
+            self._records.pop(rid, None)
+            if self._failed_rid == rid:
+                self._failed_rid = None
+            if self._writable_rid == rid:
+                self._admit(None, None)
+            self._apply(Released(rid))
+
+    def health(self) -> dict[str, Any]:
+        """For health pages: `ok` is False once nobody accepts connections any more."""
+        with self._changed:
+            alive = self._acceptor is not None and self._acceptor.is_alive() and not self._closing.is_set()
+            return {
+                "ok": alive,
+                "transport": self._transport.name,
+                "open_connections": len(self._connections),
+                "records": sorted(self._records),
+                "slot": self._snapshot(),
+            }
+
+    def close(self) -> None:
+        """Ends threads, connections and the transport. Senders see their connection close without an answer."""
+        self._closing.set()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._listener.close()
+        with self._changed:
+            connections, serving = list(self._connections.values()), list(self._serving)
+            self._changed.notify_all()
+        for connection in connections:
+            connection.close()
+        for thread in [self._acceptor, *serving]:
+            if thread is not None:
+                thread.join(timeout=5)
+        self._transport.close()
+
+    def _accept_loop(self) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():  # out of descriptors, or the peer is gone already
+                    logger.error("cannot accept a control connection: %s", error)
+                    self._closing.wait(0.1)
+                continue
+            self._start_serving(sock)
+
+    def _start_serving(self, sock: socket.socket) -> None:
+        with self._changed:
+            if len(self._serving) >= MAX_CONNECTIONS:
+                logger.error("refused a control connection: %d are open", len(self._serving))
+                sock.close()
+                return
+            thread = threading.Thread(target=self._serve_thread, args=(sock,), name="tilert-control", daemon=True)
+            self._serving.add(thread)
+        thread.start()
+
+    def _serve_thread(self, sock: socket.socket) -> None:
+        try:
+            self._serve(wire.Connection(sock))
+        except (OSError, codec.ProtocolError, TransferError) as error:
+            if not self._closing.is_set():
+                logger.warning("control connection ended: %s", error)
+        finally:
+            with self._changed:
+                self._serving.discard(threading.current_thread())
+
+    def _serve(self, connection: wire.Connection) -> None:
+        conn = next(self._ids)
+        with self._changed:
+            self._connections[conn] = connection
+            self._apply(Connected(conn))
+        finished = accepted = False
+        try:
+            connection.send(self._hello(connection), time.monotonic() + REPLY_TIMEOUT_S)
+            announce = codec.decode_announce(connection.receive(time.monotonic() + ANNOUNCE_TIMEOUT_S))
+            reply = self._reply(conn, announce)
+            accepted = isinstance(reply, Accept)
+            connection.send(reply, time.monotonic() + REPLY_TIMEOUT_S)
+            if accepted:
+                done = codec.decode_done(connection.receive(self._done_deadline()))
+                self._apply(DoneReceived(conn, done))
+                finished = done.done
+                if not finished and (done.rid, done.generation) == (reply.rid, reply.generation):
+                    self._gave_up(done.rid)
+        finally:
+            if accepted and not finished and not self._transport.fenced:
+                self._closing.wait(SETTLE_S)
+            with self._changed:
+                self._connections.pop(conn, None)
+                self._apply(Closed(conn))
+            connection.close()
+
+    def _hello(self, connection: wire.Connection) -> codec.Hello:
+        with self._changed:
+            busy = self._admission.busy(time.monotonic())
+        return codec.make_hello(
+            self._layout,
+            [self._buffer.data_ptr() + shard * self._layout.shard_bytes for shard in range(self._layout.nshards)],
+            transport=self._transport.name,
+            senders=self._senders,
+            busy=busy,
+            meta=self._transport.local_meta(connection.local_address),
+            geometry=self._geometry,
+        )
+
+    def _done_deadline(self) -> float | None:
+        """Until when an accepted sender must be done.
+
+        A one-sided write goes on as long as its sender lives, and only the end of this connection says that it is
+        over. So without a fence there is no deadline: the slot stays taken, health shows it, TCP keepalive finds a
+        dead machine.
+        """
+        return time.monotonic() + self._request_timeout if self._transport.fenced else None
+
+    def _reply(self, conn: int, announce: codec.Announce) -> Accept | codec.Reject:
+        replies = [a.message for a in self._apply(Announced(conn, announce)) if isinstance(a, Reply)]
+        if isinstance(replies[0], codec.Reject):
+            logger.warning("refused rank %d of %r: %s", announce.rank, announce.rid, wire.describe(replies[0]))
+        return replies[0]
+
+    def _gave_up(self, rid: str) -> None:
+        """Ours only (protocol.md 3.2: any other server takes it as a rank that is not done)."""
+        with self._changed:
+            self._failed_rid = rid
+            self._changed.notify_all()
+
+    def _apply(self, event: Event) -> list[Action]:
+        """Feeds the state machine and does what concerns records and the transport; replies are left to the caller."""
+        with self._changed:
+            actions = self._admission.handle(event, time.monotonic())
+            for action in actions:
+                self._note(action)
+            self._changed.notify_all()
+        return actions
+
+    def _note(self, action: Action) -> None:
+        match action:
+            case Reply(_, Accept(rid=rid, generation=generation)):
+                self._failed_rid = None
+                self._admit(rid, write_tag(rid, generation))
+            case Completed(record):
+                self._admit(None, None)
+                self._records[record.rid] = record
+            case Evicted(rid, _):
+                self._records.pop(rid, None)
+                logger.warning("the KV of %r was not claimed in time and makes room for another request", rid)
+            case Reply() | Close():
+                pass  # Close: every connection thread closes its own when it has nothing left to say
+            case _:
+                raise TypeError(f"unknown admission action {action!r}")
+
+    def _admit(self, rid: str | None, tag: bytes | None) -> None:
+        self._writable_rid = rid
+        self._transport.admit(tag)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return self._admission.snapshot(time.monotonic())

@@ -1,0 +1,80 @@
+"""Named roundings of KV cache rows. Every rule has its formula, its source and a literal-number test (case K1).
+
+vLLM changed the scale of fp8_ds_mla between versions. Which rule wrote a row is a property of the vLLM that wrote it:
+it is recorded, never assumed. Reading needs no rule as long as the whole fp32 scale is used.
+"""
+
+from enum import Enum
+
+import torch
+
+from tilert_ref.connector.layout import FP8_DS_MLA
+
+E4M3_MAX = 448.0
+TILE = FP8_DS_MLA["latent"].count // FP8_DS_MLA["latent_scale"].count
+"""Values that share a scale: 128."""
+
+_MIN_POWER_OF_TWO_INPUT = 1e-4
+_FLT_MIN = torch.finfo(torch.float32).tiny
+
+
+class ScaleRule(Enum):
+    """Scale of a 128-value tile with largest magnitude amax (vLLM, concat_and_cache_ds_mla_kernel in cache_kernels.cu).
+
+    POWER_OF_TWO: 2^ceil(log2(max(amax / 448, 1e-4))), vLLM 0.32.
+    PLAIN: max(amax / 448, smallest normal fp32), older vLLM.
+    """
+
+    POWER_OF_TWO = "power_of_two"
+    PLAIN = "plain"
+
+
+def tile_scales(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
+    """fp32 scales for fp32 magnitudes, any shape."""
+    ratio = amax.float() / E4M3_MAX
+    if rule is ScaleRule.PLAIN:
+        return ratio.clamp_min(_FLT_MIN)
+    # The exponent is read, not computed with log2: same value for every bf16 amax, and no libm in between.
+    mantissa, exponent = torch.frexp(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))  # mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(ratio), exponent - (mantissa == 0.5).int())
+
+
+def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
+    """Rows as vLLM writes them: code = e4m3(x / scale), rounded to nearest even.
+
+    Args:
+        latent: [n, 512] fp32 or bf16.
+        rope: [n, 64] bf16, stored as it is.
+
+    Returns:
+        uint8 [n, 656].
+    """
+    tiles = latent.float().unflatten(1, (-1, TILE))  # [n, 4, 128]
+    scales = tile_scales(tiles.abs().amax(dim=2), rule)  # [n, 4]
+    # vLLM saturates here. No quotient exceeds 448 by more than a rounding error, which the cast takes back.
+    codes = (tiles / scales[..., None]).to(torch.float8_e4m3fn)
+    return FP8_DS_MLA.pack({"latent": codes.flatten(1), "latent_scale": scales, "rope": rope})
+
+
+def dequantize_fp8_ds_mla(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [n, 656] -> (latent bf16 [n, 512], rope bf16 [n, 64]): bf16(f32(code) * scale) (protocol.md 9)."""
+    fields = FP8_DS_MLA.unpack(rows)
+    return dequantize_latent(fields["latent"], fields["latent_scale"]), fields["rope"]
+
+
+def dequantize_latent(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """e4m3 [n, 512] and fp32 [n, 4] -> bf16 [n, 512]. Right for either rule."""
+    tiles = codes.float().unflatten(1, (-1, TILE)) * scales[..., None]
+    return tiles.flatten(1).bfloat16()
+
+
+def scale_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """int32 exponents of power-of-two scales, for kernels that keep nothing else of a scale.
+
+    ValueError if a scale is not a power of two: its mantissa would be lost silently (1.0 would read as 0.875, case K1).
+    """
+    mantissa, exponent = torch.frexp(scales)
+    if bool((mantissa != 0.5).any()):
+        worst = scales[mantissa != 0.5][0].item()
+        raise ValueError(f"scale {worst!r} is not a power of two: these rows were written with {ScaleRule.PLAIN}")
+    return exponent - 1

@@ -1,0 +1,342 @@
+"""Worker half of the plugin, in the background: handshake with a decode node and write a job's planes.
+
+At most one thread per destination, so a slow or dead node holds up nobody else's handoffs; it ends when it has had
+nothing to do for a while. Jobs to one destination go one after the other, but a job that a node refused for now waits
+aside.
+
+    connect, read hello, check it, announce
+        accept              write the parts as the forward pass delivers them, then done
+        busy, cancelling    once more after 0.2, 0.4, 0.8, 1.6 s
+        anything else       the job fails: named in the log, and decode is told if it had accepted
+
+The write that missed its deadline may go on (see transport). Then the control connection stays open and the slot stays
+ours until it has ended: an open connection is what keeps the receiver from giving its buffer to another request.
+
+Source: protocol.md 3 and 6.3.
+"""
+
+import contextlib
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tilert_ref.connector import codec, wire
+from tilert_ref.connector.codec import Accept, Announce, Done, HandoffRefused, Hello, ProtocolError
+from tilert_ref.connector.extract import Job, Part
+from tilert_ref.connector.layout import BufferLayout, Copy, Geometry, LayoutError, write_plan
+from tilert_ref.connector.staging import Slot
+from tilert_ref.connector.transport import TransferError, TransferTimeout, Transport, write_tag
+
+RETRY_STEP_S = 0.2
+HANDSHAKE_TIMEOUT_S = 10.0
+PART_TIMEOUT_S = 110.0  # TileRT's server gives up on a silent sender after 120 s
+IDLE_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+Destination = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SenderConfig:
+    """What all handoffs of one rank have in common.
+
+    layout: of a staging buffer; hello is checked against it. geometry: goes into announce. senders, rank: number of
+    sender ranks, and which one this is. attempts: handshakes per job. write_timeout_s: for the parts that were ready
+    together.
+    """
+
+    layout: BufferLayout
+    geometry: Geometry
+    senders: int = 1
+    rank: int = 0
+    attempts: int = 5
+    write_timeout_s: float = 60.0
+
+    @property
+    def admission_window_s(self) -> float:
+        """How long a job is retried: the pauses between its attempts, added up."""
+        return RETRY_STEP_S * (2 ** (self.attempts - 1) - 1)
+
+
+class Sender:
+    """Takes jobs from the forward pass. The transport is made by `make_transport` when the first job comes."""
+
+    def __init__(self, config: SenderConfig, make_transport: Callable[[], Transport]) -> None:
+        self._config = config
+        self._make_transport = make_transport
+        self._lock = threading.Lock()
+        self._transport: Transport | None = None
+        self._queues: dict[Destination, _Queue] = {}
+        self._closed = False
+
+    def submit(self, job: Job) -> None:
+        """Returns at once."""
+        destination = job.claim.host, job.claim.port
+        with self._lock:
+            waiting = None if self._closed else self._queues.get(destination)
+            if waiting is not None:
+                waiting.put(_Try(job))
+                return
+            if not self._closed:
+                self._start_thread(destination, job)
+                return
+        job.fail("the sender is closed")
+        job.sender_through()
+
+    def start_transport(self) -> None:
+        """Starts the transport before the first job needs it. Errors are logged; each job will meet them again."""
+        threading.Thread(target=self._warm_up, name="tilert-send-start", daemon=True).start()
+
+    def forget(self, slot: Slot) -> None:
+        """The slot's memory is about to be dropped. Returns at once; the transport keeps it as long as it needs it."""
+        if slot.registered and self._transport is not None:
+            self._transport.unregister(slot.memory.data_ptr())
+
+    def close(self) -> None:
+        """Refuses new jobs, gives waiting ones up and ends the transport, with it the writes that are going on."""
+        with self._lock:
+            self._closed = True
+            queues, transport = list(self._queues.values()), self._transport
+        for waiting in queues:
+            waiting.close()
+        if transport is not None:
+            transport.close()
+
+    def _start_thread(self, destination: Destination, job: Job) -> None:
+        waiting = self._queues[destination] = _Queue()
+        waiting.put(_Try(job))
+        name = f"tilert-send-{destination[0]}:{destination[1]}"
+        threading.Thread(target=self._run, args=(destination, waiting), name=name, daemon=True).start()
+
+    def _run(self, destination: Destination, waiting: "_Queue") -> None:
+        while (current := self._next(destination, waiting)) is not None:
+            if not _Attempt(self._config, self._started, current.job).run():
+                self._retry(current, waiting)
+
+    def _next(self, destination: Destination, waiting: "_Queue") -> "_Try | None":
+        """The destination's next due job; None, and the thread's end, after IDLE_S without one."""
+        while (current := waiting.get(IDLE_S)) is None:
+            with self._lock:  # submit holds it too: no job slips in between
+                if waiting.empty:
+                    del self._queues[destination]
+                    return None
+        return current
+
+    def _retry(self, current: "_Try", waiting: "_Queue") -> None:
+        if current.number < self._config.attempts:
+            waiting.put(_Try(current.job, current.number + 1), delay=RETRY_STEP_S * 2 ** (current.number - 1))
+            return
+        logger.error("handoff of request %s failed: refused %d times", current.job.claim.request_id, current.number)
+        current.job.fail(f"refused {current.number} times")
+        current.job.sender_through()
+
+    def _started(self) -> Transport:
+        with self._lock:
+            if self._closed:
+                raise TransferError("the sender is closed")
+            if self._transport is None:
+                self._transport = self._make_transport()
+            return self._transport
+
+    def _warm_up(self) -> None:
+        try:
+            self._started().start()
+        except TransferError as error:
+            logger.error("the transport does not start: %s", error)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """The number-th attempt at a job, from 1."""
+
+    job: Job
+    number: int = 1
+
+
+class _Queue:
+    """What one destination has to do, by the time at which it is due."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tries: list[tuple[float, int, _Try]] = []
+        self._order = itertools.count()
+        self._closed = False
+
+    @property
+    def empty(self) -> bool:
+        return not self._tries
+
+    def put(self, item: _Try, delay: float = 0.0) -> None:
+        with self._changed:
+            if not self._closed:
+                heapq.heappush(self._tries, (time.monotonic() + delay, next(self._order), item))
+                self._changed.notify()
+                return
+        self._give_up(item)
+
+    def get(self, patience: float) -> _Try | None:
+        """The next due item; None if there is none for `patience` s, or the queue is closed."""
+        deadline = time.monotonic() + patience
+        with self._changed:
+            while (now := time.monotonic()) < deadline and not self._closed:
+                if self._tries and self._tries[0][0] <= now:
+                    return heapq.heappop(self._tries)[2]
+                due = self._tries[0][0] if self._tries else deadline
+                self._changed.wait(min(due, deadline) - now)
+        return None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            left, self._tries = self._tries, []
+            self._changed.notify()
+        for _, _, item in left:
+            self._give_up(item)
+
+    def _give_up(self, item: _Try) -> None:
+        item.job.fail("the sender is closed")
+        item.job.sender_through()
+
+
+class _TryLater(Exception):
+    """The node refused for now."""
+
+
+class _Attempt:
+    """One handshake and, if the node accepts, the transfer."""
+
+    def __init__(self, config: SenderConfig, transport: Callable[[], Transport], job: Job) -> None:
+        self._config = config
+        self._transport = transport
+        self._job = job
+        self._claim = job.claim
+        self._connection: wire.Connection | None = None
+        self._accept: Accept | None = None
+
+    def run(self) -> bool:
+        """True if the job is over, sent or failed; False if the node refused for now."""
+        try:
+            self._hand_off()
+        except _TryLater as refusal:
+            logger.info("request %s: %s", self._claim.request_id, refusal)
+            self._disconnect()
+            return False
+        except TransferTimeout as error:
+            self._failed(error)
+            error.settled.add_done_callback(lambda _: self._over())
+            return True
+        except (OSError, ProtocolError, HandoffRefused, LayoutError, TransferError) as error:
+            self._failed(error)
+        except Exception as error:  # a bug: it must not end the thread, or the destination would never be served again
+            logger.exception("unexpected error")
+            self._failed(error)
+        self._over()
+        return True
+
+    def _hand_off(self) -> None:
+        self._check_alive()
+        self._connection = wire.connect(self._claim.host, self._claim.port, _deadline(HANDSHAKE_TIMEOUT_S))
+        transport = self._transport()
+        hello = self._read_hello(transport)
+        self._accept = self._announce()
+        self._register(transport)
+        while parts := self._job.take(PART_TIMEOUT_S):
+            self._check_alive()
+            self._write(transport, hello, parts)
+        self._check_alive()
+        self._send_done(True)
+
+    def _read_hello(self, transport: Transport) -> Hello:
+        hello = codec.decode_hello(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
+        config = self._config
+        codec.check_hello(
+            hello, config.layout, config.senders, transport.name, self._claim.seq_len, config.geometry.checkpoint
+        )
+        return hello
+
+    def _announce(self) -> Accept:
+        claim, config = self._claim, self._config
+        announce = Announce(
+            rid=claim.rid,
+            rank=config.rank,
+            seq_len=claim.seq_len,
+            last_prompt_token=claim.last_prompt_token,
+            sampling=claim.sampling,
+            admission_window_s=config.admission_window_s,
+            prompt_token_ids=claim.prompt_token_ids if claim.prompt_token_ids and config.rank == 0 else None,
+            tilert_ref=config.geometry,
+        )
+        self._connection.send(announce, _deadline(HANDSHAKE_TIMEOUT_S))
+        reply = codec.decode_reply(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
+        if not isinstance(reply, Accept):
+            said = wire.describe(reply)
+            raise _TryLater(f"refused for now: {said}") if reply.transient else HandoffRefused(f"refused: {said}")
+        if (reply.rid, reply.rank) != (claim.rid, config.rank):
+            raise HandoffRefused(f"the node accepted {reply.rid!r} rank {reply.rank}, not {claim.rid!r} {config.rank}")
+        return reply
+
+    def _register(self, transport: Transport) -> None:
+        slot = self._job.slot
+        if not slot.registered:
+            transport.register(slot.memory.data_ptr(), slot.memory.nbytes, slot.memory)
+            slot.registered = True
+
+    def _write(self, transport: Transport, hello: Hello, parts: list[Part]) -> None:
+        for part in parts:
+            if part.ready is not None:
+                part.ready.synchronize()
+        copies = [copy for part in parts for copy in self._copies(hello, part)]
+        tag = write_tag(self._accept.rid, self._accept.generation)
+        try:
+            transport.write(hello.meta(), copies, tag, _deadline(self._config.write_timeout_s))
+        except TransferTimeout:
+            raise
+        except TransferError as error:
+            raise TransferError(f"{error}{self._version_note(hello)}") from error
+
+    def _copies(self, hello: Hello, part: Part) -> list[Copy]:
+        slot = self._job.slot
+        target = replace(slot.layout, max_seq_len=hello.max_seq_len, nshards=hello.shard_count)
+        plan = write_plan(slot.layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, part.layers)
+        return [copy for copy in plan if copy.plane in part.planes]
+
+    def _send_done(self, done: bool) -> None:
+        """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
+        accept = self._accept
+        message = Done(done=done, rid=accept.rid, rank=accept.rank, generation=accept.generation)
+        self._connection.send(message, _deadline(HANDSHAKE_TIMEOUT_S))
+
+    def _version_note(self, hello: Hello) -> str:
+        """Different NIXL versions may not talk to each other, and their own error does not say so."""
+        ours, theirs = self._config.geometry.nixl_version, hello.tilert_ref and hello.tilert_ref.nixl_version
+        return f" (NIXL {theirs} at decode, {ours} here)" if ours and theirs and ours != theirs else ""
+
+    def _check_alive(self) -> None:
+        if self._job.failure is not None:
+            raise HandoffRefused(self._job.failure)
+
+    def _failed(self, error: Exception) -> None:
+        claim = self._claim
+        reason = f"{type(error).__name__}: {error}"
+        logger.error("handoff of request %s to %s:%d failed: %s", claim.request_id, claim.host, claim.port, reason)
+        self._job.fail(reason)
+
+    def _over(self) -> None:
+        if self._accept is not None and self._job.failure is not None:
+            with contextlib.suppress(OSError):  # a peer that is gone needs no telling
+                self._send_done(False)
+        self._disconnect()
+        self._job.sender_through()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _deadline(seconds: float) -> float:
+    return time.monotonic() + seconds

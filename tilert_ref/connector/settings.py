@@ -1,0 +1,127 @@
+"""Prefill side settings: `kv_connector_extra_config` keys and TILERT_PD_* variables. Pure.
+
+Source: protocol.md 6.4. What is ours, or differs from TileRT:
+
+- `tilert_transport` defaults to `nixl`: mooncake is not supported yet.
+- `tilert_pd_buffer_device` defaults to the device of vLLM's caches: host staging on a CPU, device staging on a GPU.
+- `tilert_max_staging_bytes`, `tilert_allowed_hosts` and `tilert_write_timeout_s` are new.
+- TILERT_PD_SENDERS defaults to the TP size instead of 8, and may not exceed it: more senders never complete.
+- TILERT_PD_EAGER_INIT defaults to 0: a server that hands nothing off starts no transport.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilert_ref.connector.transport import TRANSPORTS
+
+MAX_SENDERS = 8
+BUFFER_DEVICES = ("cpu", "cuda")
+
+_KEYS = (
+    "tilert_host",
+    "tilert_ctrl_port",
+    "tilert_model",
+    "tilert_max_seq_len",
+    "tilert_transport",
+    "tilert_admission_attempts",
+    "tilert_pd_buffer_device",
+    "tilert_max_staging_bytes",
+    "tilert_allowed_hosts",
+    "tilert_write_timeout_s",
+)
+# TileRT's names for things that are done one way only here, with the only value that is right.
+_FIXED_ENV = {"TILERT_PD_PIPELINE_SIDE_STREAM": "0", "TILERT_EXTRACT_MODE": "fast"}
+
+
+class SettingsError(ValueError):
+    """A key or value that is not legal. The text says what was got and what is legal."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """max_seq_len in tokens; model None derives the profile from the model; buffer_device None follows the caches;
+    max_staging_bytes None means room for two prompts of max_seq_len tokens and at least 1 GiB."""
+
+    ctrl_port: int
+    model: str | None
+    max_seq_len: int
+    transport: str
+    admission_attempts: int
+    buffer_device: str | None
+    max_staging_bytes: int | None
+    allowed_hosts: frozenset[str] | None
+    write_timeout_s: float
+    senders: int
+    pipeline: bool
+    eager_init: bool
+    tiled: bool
+    no_mtp: bool
+
+
+def read_settings(extra: Mapping[str, Any], env: Mapping[str, str], max_model_len: int, tp_size: int) -> Settings:
+    """Raises SettingsError for an unknown key or a value out of range."""
+    if unknown := set(extra) - set(_KEYS):
+        raise SettingsError(f"unknown kv_connector_extra_config keys {sorted(unknown)}; legal: {', '.join(_KEYS)}")
+    _check_fixed(env)
+    hosts = extra.get("tilert_allowed_hosts")
+    device = extra.get("tilert_pd_buffer_device") or env.get("TILERT_PD_BUFFER_DEVICE")
+    staging = extra.get("tilert_max_staging_bytes")
+    return Settings(
+        ctrl_port=_integer("tilert_ctrl_port", extra.get("tilert_ctrl_port", 5556), 1, 65535),
+        model=extra.get("tilert_model"),
+        max_seq_len=_integer("tilert_max_seq_len", extra.get("tilert_max_seq_len", max_model_len), 1, 2**31 - 1),
+        transport=_one_of("tilert_transport", extra.get("tilert_transport", "nixl"), TRANSPORTS),
+        admission_attempts=_integer("tilert_admission_attempts", extra.get("tilert_admission_attempts", 5), 1, 20),
+        buffer_device=None if device is None else _one_of("tilert_pd_buffer_device", device, BUFFER_DEVICES),
+        max_staging_bytes=None if staging is None else _integer("tilert_max_staging_bytes", staging, 1, 2**63),
+        allowed_hosts=None if hosts is None else _hosts(hosts),
+        write_timeout_s=float(_integer("tilert_write_timeout_s", extra.get("tilert_write_timeout_s", 60), 1, 3600)),
+        senders=_senders(env, tp_size),
+        pipeline=_flag(env, "TILERT_PD_PIPELINE", default=True),
+        eager_init=_flag(env, "TILERT_PD_EAGER_INIT", default=False),
+        tiled=_flag(env, "TILERT_PD_KI_TILED", default=False),
+        no_mtp=_flag(env, "TILERT_PD_NO_MTP", default=False),
+    )
+
+
+def _senders(env: Mapping[str, str], tp_size: int) -> int:
+    wanted = env.get("TILERT_PD_SENDERS")
+    if wanted is None:
+        return min(MAX_SENDERS, tp_size)
+    return _integer("TILERT_PD_SENDERS", wanted, 1, min(MAX_SENDERS, tp_size), " (the tensor parallel size bounds it)")
+
+
+def _check_fixed(env: Mapping[str, str]) -> None:
+    for name, only in _FIXED_ENV.items():
+        if env.get(name, only) != only:
+            raise SettingsError(f"{name}={env[name]} is not supported; legal: {only}")
+
+
+def _integer(name: str, value: object, low: int, high: int, note: str = "") -> int:
+    try:
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise SettingsError(f"{name} is {value!r}; legal: {low} .. {high}{note}")
+    return number
+
+
+def _one_of(name: str, value: object, legal: Sequence[str]) -> str:
+    if value not in legal:
+        raise SettingsError(f"{name} is {value!r}; legal: {', '.join(legal)}")
+    return str(value)
+
+
+def _hosts(value: object) -> frozenset[str]:
+    if not isinstance(value, list) or not all(isinstance(host, str) for host in value):
+        raise SettingsError(f"tilert_allowed_hosts is {value!r}; legal: a list of host names as requests give them")
+    return frozenset(value)
+
+
+def _flag(env: Mapping[str, str], name: str, default: bool) -> bool:
+    value = env.get(name)
+    if value is None:
+        return default
+    return value.strip().lower() not in ("0", "false", "no", "off", "")

@@ -1,0 +1,95 @@
+"""Data plane: move byte ranges from this process's memory into a receiver's, nothing else (protocol.md 7).
+
+    sender     register(staging)   write(hello's meta, copies, tag, deadline)
+    receiver   register(buffer)    local_meta(address) -> merged into hello      admit(tag)
+
+`nixl` writes one-sided: the receiver's CPU takes no part and cannot refuse. `zmq` asks the receiver to write: slower,
+works everywhere, and a late write is refused. That difference is `fenced`.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from tilert_ref.connector.layout import Copy
+
+TRANSPORTS = ("nixl", "zmq")
+
+
+class TransferError(Exception):
+    """A write failed. No byte of it moves any more."""
+
+
+class TransferTimeout(TransferError):
+    """A write missed its deadline and may still be going on.
+
+    The source memory, and the claim on the destination, must be kept until `settled` is done (its result is None).
+    """
+
+    def __init__(self, reason: str, settled: "Future[None]") -> None:
+        super().__init__(reason)
+        self.settled = settled
+
+
+class Transport(Protocol):
+    name: str
+    fenced: bool
+    """True if the receiver refuses writes whose tag is not admitted, so that nothing lands late."""
+
+    def start(self) -> None:
+        """Starts what would otherwise start at first use. TransferError if the transport does not work here."""
+
+    def register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
+        """Makes [ptr, ptr + nbytes) usable as a source or destination; `tensor` owns it and is kept alive."""
+
+    def unregister(self, ptr: int) -> None:
+        """Forgets the region at ptr and drops its tensor, at once or soon. Never blocks, legal after close."""
+
+    def local_meta(self, address: str) -> dict[str, Any]:
+        """What a sender needs to write here, for hello. address: where the sender reached this machine."""
+
+    def admit(self, tag: bytes | None) -> None:
+        """Receiver: from now on only writes with this tag are legal (None: no writes). No effect unless fenced."""
+
+    def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
+        """Blocks until every byte is in the receiver's memory.
+
+        Args:
+            hello_meta: the receiver's `local_meta()` as it came in hello.
+            tag: names the transfer, see `write_tag`.
+            deadline: `time.monotonic()` value.
+
+        Raises:
+            TransferTimeout: the deadline passed.
+            TransferError: the write failed.
+        """
+
+    def close(self) -> None:
+        """Ends threads and sockets. Writes that are going on end with TransferError."""
+
+
+def write_tag(rid: str, generation: int) -> bytes:
+    """Names one admitted transfer: the generation never repeats in the receiver's lifetime."""
+    return f"{rid}:{generation}".encode()
+
+
+def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
+    """A transport by its wire name.
+
+    Args:
+        host: address to listen on, receiver only; "" or "::" for all interfaces.
+        receiver: False for the sending end, which opens no port.
+    """
+    if name == "nixl":
+        from tilert_ref.connector.transport.nixl import NixlTransport
+
+        return NixlTransport(receiver=receiver)
+    if name == "zmq":
+        from tilert_ref.connector.transport.zmq import ZmqTransport
+
+        return ZmqTransport(host if receiver else None)
+    if name == "mooncake":
+        raise ValueError(f"transport 'mooncake' is not supported yet; legal: {', '.join(TRANSPORTS)}")
+    raise ValueError(f"unknown transport {name!r}; legal: {', '.join(TRANSPORTS)}")
