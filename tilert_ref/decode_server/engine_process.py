@@ -1,0 +1,223 @@
+"""The engine process: `python -m tilert_ref.decode_server.engine_process ENDPOINT SPEC_JSON`.
+
+Started by engine_client.py. Maps the inherited receive buffer, loads one engine, then runs one request at a time.
+Between two steps it looks for a Cancel. It ends when its stdin ends, which happens however the server dies.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import zmq
+
+from tilert_ref.connector.layout import BufferLayout, plane_views
+from tilert_ref.decode_server.buffer import SharedBuffer
+from tilert_ref.decode_server.messages import (
+    Cancel,
+    Ended,
+    EngineSpec,
+    Event,
+    Failed,
+    Generate,
+    Injected,
+    LoadFailed,
+    Progress,
+    Ready,
+    Stepped,
+    decode_command,
+    encode,
+)
+from tilert_ref.engine.api import DecodeEngine, Finished, LayerKV, PromptKV, Token
+
+FACTORIES = {
+    "ref": "tilert_ref.engine.ref:load_engine",
+    "tilert": "tilert_ref.engine.ref:load_engine",
+    "stub": "tilert_ref.decode_server.stub:load_engine",
+}
+LOAD_FAILED_STATUS = 3
+LINGER_MS = 1000
+PR_SET_PDEATHSIG = 1
+
+
+class Link:
+    """This end of the socket. Remembers which run was cancelled."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.sndhwm = 0  # a slow HTTP client must not block a step; max_tokens bounds the queue
+        self._socket.linger = LINGER_MS
+        self._socket.connect(endpoint)
+        self._cancelled = 0
+
+    def send(self, event: Event) -> None:
+        self._socket.send(encode(event))
+
+    def next_request(self) -> Generate:
+        """Blocks. A Cancel that arrives here belongs to a run that has already ended."""
+        while True:
+            command = decode_command(self._socket.recv())
+            if isinstance(command, Generate):
+                return command
+
+    def cancelled(self, run: int) -> bool:
+        """Whether the server has cancelled this run. Never blocks; about 2 us when nothing has arrived."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                match decode_command(self._socket.recv(zmq.NOBLOCK)):
+                    case Cancel(run=cancelled):
+                        self._cancelled = cancelled
+                    case other:
+                        raise RuntimeError(f"the server sent {other} while run {run} was not over")
+        return self._cancelled == run
+
+    def close(self) -> None:
+        """Waits until what was sent has left, at most LINGER_MS."""
+        self._socket.close()
+        self._context.term()
+
+
+@dataclass(frozen=True)
+class Host:
+    """An engine with the buffer that it reads its prompts from. engine_layers: how many layers it has a cache for."""
+
+    engine: DecodeEngine
+    layout: BufferLayout
+    buffer: torch.Tensor
+    engine_layers: int
+
+    def prompt(self, request: Generate) -> PromptKV:
+        """Views of the receive buffer, no copies."""
+        layers = [self._layer(index, request.seq_len) for index in range(self.engine_layers)]
+        return PromptKV(request.rid, request.seq_len, request.last_prompt_token, layers)
+
+    def _layer(self, index: int, seq_len: int) -> LayerKV:
+        kv, pe, pages = plane_views(self.layout, self.buffer, index, seq_len)
+        return LayerKV(kv.view(torch.bfloat16), pe.view(torch.bfloat16), pages)
+
+
+def engine_layers(spec: EngineSpec, layout: BufferLayout) -> int:
+    """Layers to hand to the engine: no MTP layer without speculation, none in a format that only the stub takes."""
+    if layout.row_format.name != "bf16":
+        return 0
+    unused_mtp = layout.profile.has_mtp and spec.num_mtp == 0
+    return layout.profile.num_layers - int(unused_mtp)
+
+
+def run_request(host: Host, request: Generate, link: Link) -> None:
+    """Runs one request and sends every event of it. The last one leaves after the engine has forgotten the sequence."""
+    ending: Ended | Failed
+    try:
+        ending = _attempt(host, request, link)
+    except torch.AcceleratorError:
+        raise  # the device context is gone for good, only a new process helps
+    except Exception as error:  # one request fails, the loaded weights stay
+        traceback.print_exc()
+        ending = Failed(request.run, describe(error))
+    host.engine.reset()
+    link.send(ending)
+
+
+def _attempt(host: Host, request: Generate, link: Link) -> Ended:
+    start = time.perf_counter()
+    prompt = host.prompt(request)
+    converted = time.perf_counter()
+    host.engine.inject(prompt)
+    injected = time.perf_counter()
+    if link.cancelled(request.run):
+        return Ended(request.run, "cancelled")
+    link.send(Injected(request.run, 1000 * (converted - start), 1000 * (injected - converted)))
+    return _decode(host.engine, request, link)
+
+
+def _decode(engine: DecodeEngine, request: Generate, link: Link) -> Ended:
+    steps = engine.decode(request.first_token_id, request.max_tokens, request.sampling, request.top_logprobs)
+    with contextlib.closing(steps):
+        for step in steps:
+            if isinstance(step, Finished):
+                return Ended(request.run, step.reason, step.stats)
+            if step:
+                link.send(stepped(request, step))
+            if link.cancelled(request.run):
+                return Ended(request.run, "cancelled")
+    raise RuntimeError(f"engine {engine.name} ended a decode without Finished")
+
+
+def stepped(request: Generate, tokens: list[Token]) -> Stepped:
+    ids = [token.id for token in tokens]
+    if request.top_logprobs is None:
+        return Stepped(request.run, ids)
+    return Stepped(request.run, ids, [token.logprob for token in tokens], [token.top or [] for token in tokens])
+
+
+def describe(error: Exception) -> str:
+    """Refusals (ValueError) speak for themselves; anything else needs its type."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
+    """Maps the receive buffer and loads the engine. Raises whatever the engine's factory raises."""
+    layout = spec.layout.layout()
+    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes)
+    engine = factory(spec.engine)(
+        spec.model_dir,
+        device=resolve_device(spec.device),
+        max_seq_len=spec.max_seq_len,
+        num_mtp=spec.num_mtp,
+        progress=progress,
+    )
+    return Host(engine, layout, buffer.tensor, engine_layers(spec, layout))
+
+
+def factory(name: str) -> Callable[..., DecodeEngine]:
+    """An engine's `load_engine`, by the engine's name or as `package.module:function`."""
+    module, _, function = FACTORIES.get(name, name).partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def resolve_device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def end_with_server() -> None:
+    """Ties this process to the server. The end of stdin always works, the signal also if a hung call holds the GIL."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    end_with_server()
+    link, spec = Link(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EngineSpec)
+    try:
+        host = load(spec, lambda text: link.send(Progress(text)))
+    except Exception as error:  # reported to the server, whatever it is
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+        link.send(LoadFailed(describe(error)))
+        link.close()
+        return LOAD_FAILED_STATUS
+    link.send(Ready(host.engine.name, host.engine.capabilities, host.engine.max_seq_len))
+    while True:
+        run_request(host, link.next_request(), link)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

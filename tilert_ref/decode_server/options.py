@@ -1,0 +1,235 @@
+"""Command line of the decode server, and what follows from it before anything is started."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tilert_ref.connector.layout import BufferLayout, Profile, model_profile, profile
+from tilert_ref.connector.transport import TRANSPORTS
+from tilert_ref.decode_server.engine_client import EngineDeadlines
+from tilert_ref.decode_server.engine_process import FACTORIES
+from tilert_ref.decode_server.messages import LayoutSpec
+from tilert_ref.engine.config import ModelConfig, load_config
+
+MAX_SENDERS = 8
+FALSE_WORDS = ("", "0", "false", "no", "off")
+
+DESCRIPTION = """\
+Decode node: receives a prompt's KV cache from vLLM's prefill, decodes from it, streams token ids to the router.
+
+Two ports. Prefill nodes connect to --ctrl-port, offer the KV of a request, and write it straight into this
+process's receive buffer (--transport). The router posts /pd/decode to --http-port; the request waits there for its
+KV, then for its tokens. One request at a time: a second one gets 429. The engine runs in a process of its own; if
+it dies, the request that it worked on gets an error, and the engine is started again.
+
+Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
+layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
+
+GET /health answers 200 when a request could be served, 503 with the reason while the engine loads or restarts.
+"""
+
+EPILOG = """\
+environment, as in TileRT:
+  TILERT_PD_SENDERS        tensor-parallel ranks of the prefill node that send; 1..8, default 8. A prefill on one
+                           GPU or CPU has one: set 1 (or --senders 1), else no transfer ever completes
+  TILERT_PD_BUFFER_DEVICE  default of --pd-buffer-device
+  TILERT_PD_NO_MTP         1: profile glm5 means its 78 layers without the MTP layer
+  TILERT_PD_KI_TILED       1: index pages arrive in tiled order (stub engine only)
+  TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
+not used here:
+  TILERT_PD_SHARDS         the buffer is one region in host memory
+  TILERT_PD_PROBE_ADDR     the data address is the one at which the prefill node reached --ctrl-port
+  GLM5_AR_N                a cancel acts after the current step
+  TILERT_INJECT_MODE       ROCm engine
+
+examples:
+  a double for testing a router or a prefill node, no model needed:
+    python -m tilert_ref.decode_server --engine stub --model glm5 --senders 1
+  a bf16 checkpoint behind a vLLM on the same machine:
+    python -m tilert_ref.decode_server --model-weights-dir DIR --kv-cache-dtype bf16 --senders 1 --host 127.0.0.1
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked settings. num_mtp is 0 without MTP; poll_s in seconds; port 0 picks a free one."""
+
+    engine: str
+    model_dir: str
+    device: str
+    num_mtp: int
+    layout: LayoutSpec
+    transport: str
+    host: str
+    ctrl_port: int
+    http_port: int
+    senders: int
+    poll_s: float
+    deadlines: EngineDeadlines
+
+
+def build_parser(env: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tilert_ref.decode_server",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_tilert_flags(parser, env)
+    _add_own_flags(parser, env)
+    return parser
+
+
+def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
+    add = parser.add_argument_group("flags of TileRT's decode server").add_argument
+    add(
+        "--engine",
+        default="ref",
+        help="ref (default; `tilert` is an alias), stub, or PACKAGE.MODULE:FUNCTION of your own",
+    )
+    add("--model", help="layout profile: glm5, glm5_2, dsv32. Default: what DIR/config.json says; glm5 without DIR")
+    add("--max-seq-len", type=int, default=4096, help="tokens that the receive buffer has room for (default 4096)")
+    add("--ctrl-port", type=int, default=5556, help="for prefill nodes (default 5556; 0: any free port)")
+    add("--http-port", type=int, default=5557, help="for routers (default 5557; 0: any free port)")
+    add("--model-weights-dir", default="", metavar="DIR", help="checkpoint: config.json and safetensors")
+    add(
+        "--with-mtp",
+        action="store_true",
+        help="speculate with the model's MTP layer, whose KV the prefill then sends too",
+    )
+    add("--num-mtp", type=int, default=3, choices=(1, 2, 3), help="draft tokens per step with --with-mtp (default 3)")
+    add("--transport", default="nixl", help=f"{' or '.join(TRANSPORTS)} (default nixl; mooncake is not supported yet)")
+    add("--kv-cache-dtype", default="fp8_ds_mla", help="format of the prefill's cache: fp8_ds_mla (default) or bf16")
+    device = env.get("TILERT_PD_BUFFER_DEVICE", "cpu")
+    add("--pd-buffer-device", default=device, help="memory of the receive buffer: cpu (cuda is not supported yet)")
+
+
+def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
+    add = parser.add_argument_group("further flags").add_argument
+    add("--host", default="::", help="address of both ports (default ::, every interface, IPv4 and IPv6)")
+    add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
+    senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
+    add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")
+    cancel, stall = EngineDeadlines.cancel_s, EngineDeadlines.stall_s
+    add(
+        "--engine-cancel-timeout-s",
+        type=float,
+        default=cancel,
+        help=f"then a cancelled engine is killed (default {cancel:g})",
+    )
+    add(
+        "--engine-stall-timeout-s",
+        type=float,
+        default=stall,
+        help=f"then a silent engine is killed (default {stall:g})",
+    )
+
+
+def parse_options(argv: list[str] | None = None, env: Mapping[str, str] = os.environ) -> Options:
+    """Ends the process with status 2 and a text that says what is legal if the flags don't make sense."""
+    parser = build_parser(env)
+    args = parser.parse_args(argv)
+    try:
+        return resolve(args, env)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+
+
+def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
+    """Raises ValueError for everything that can be refused before a process or a port exists."""
+    _check_engine(args)
+    if args.transport not in TRANSPORTS:
+        raise ValueError(
+            f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}; mooncake comes in a later issue"
+        )
+    if args.pd_buffer_device != "cpu":
+        raise ValueError(f"--pd-buffer-device {args.pd_buffer_device}: only cpu is supported yet")
+    config = load_config(args.model_weights_dir) if args.model_weights_dir else None
+    layout = LayoutSpec(
+        profile=resolve_profile(args.model, config, args.with_mtp, _truthy(env, "TILERT_PD_NO_MTP")),
+        kv_cache_dtype=args.kv_cache_dtype,
+        max_seq_len=args.max_seq_len,
+        tiled=_truthy(env, "TILERT_PD_KI_TILED"),
+        **({"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim} if config else {}),
+    )
+    check_layout(layout.layout(), args.engine)
+    return Options(
+        engine=args.engine,
+        model_dir=args.model_weights_dir,
+        device=args.device,
+        num_mtp=args.num_mtp if args.with_mtp else 0,
+        layout=layout,
+        transport=args.transport,
+        host=args.host,
+        ctrl_port=args.ctrl_port,
+        http_port=args.http_port,
+        senders=min(max(args.senders, 1), MAX_SENDERS),  # TileRT clamps, and so does the other end
+        poll_s=_poll_ms(env) / 1000,
+        deadlines=EngineDeadlines(args.engine_cancel_timeout_s, args.engine_stall_timeout_s),
+    )
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    if args.engine not in FACTORIES and ":" not in args.engine:
+        raise ValueError(f"--engine {args.engine}: legal: {', '.join(FACTORIES)}, or PACKAGE.MODULE:FUNCTION")
+    if args.engine in ("ref", "tilert") and not args.model_weights_dir:
+        raise ValueError(
+            f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"
+        )
+
+
+def resolve_profile(name: str | None, config: ModelConfig | None, with_mtp: bool, no_mtp: bool) -> Profile:
+    """What is on the wire: the published profile `name`, checked against the checkpoint, or the checkpoint's numbers.
+
+    no_mtp: $TILERT_PD_NO_MTP. Raises ValueError if name, checkpoint and with_mtp contradict each other.
+    """
+    if config is None:
+        return _published(name or "glm5", with_mtp, no_mtp)
+    if with_mtp and not config.num_nextn_predict_layers:
+        raise ValueError("--with-mtp: this checkpoint has no MTP layer (num_nextn_predict_layers is 0)")
+    if name is None:
+        num_layers = config.num_hidden_layers + config.num_nextn_predict_layers * with_mtp
+        return model_profile(num_layers, has_mtp=with_mtp, has_index=config.index_topk is not None)
+    found = _published(name, with_mtp, no_mtp)
+    num_layers = config.num_hidden_layers + found.has_mtp
+    if found.num_layers != num_layers:
+        raise ValueError(
+            f"--model {name} is a profile of {found.num_layers} layers, this checkpoint has {num_layers}; "
+            "leave --model out to use the checkpoint's own numbers"
+        )
+    return found
+
+
+def _published(name: str, with_mtp: bool, no_mtp: bool) -> Profile:
+    found = profile(name)
+    if no_mtp and found.name == "glm5":
+        found = profile("glm5_no_mtp")
+    if with_mtp and not found.has_mtp:
+        raise ValueError(f"--with-mtp: profile {found.name} carries no MTP layer, its drafts would come from stale KV")
+    return found
+
+
+def check_layout(layout: BufferLayout, engine: str) -> None:
+    """Raises ValueError for formats that only the stub engine takes, because it doesn't read them."""
+    if engine == "stub":
+        return
+    if layout.row_format.name != "bf16":
+        raise ValueError("fp8 KV comes with the sparse engine; pass --kv-cache-dtype bf16")
+    if layout.tiled:
+        raise ValueError("TILERT_PD_KI_TILED: tiled index pages come with the sparse engine; unset it")
+
+
+def _truthy(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "").strip().lower() not in FALSE_WORDS
+
+
+def _poll_ms(env: Mapping[str, str]) -> float:
+    text = env.get("TILERT_DECODE_POLL_MS", "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 600_000:
+        raise ValueError(f"TILERT_DECODE_POLL_MS={text!r}: milliseconds, 0 or more")
+    return value

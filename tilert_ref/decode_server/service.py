@@ -1,0 +1,311 @@
+"""The request pipeline: lease, validate, wait for KV, inject, decode, release. No HTTP in here.
+
+One request at a time holds the node's lease. Whoever takes a lease must give it back with `DecodeService.release`,
+which returns only when nothing works on the request any more: not the KV wait, not the engine.
+
+    service = DecodeService(engine, receiver)
+    lease = service.try_lease(body)              None: busy
+    try:
+        decode = await service.begin(lease)      DecodeError: an HTTP status
+        async for line in decode.lines(0): ...   DecodeError: an error line
+        decode.closing_line()
+    finally:
+        await service.release(lease)
+"""
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tilert_ref.connector.admission import Record
+from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffTimeout
+from tilert_ref.decode_server.engine_client import (
+    EngineClosed,
+    EngineCrashed,
+    EngineRun,
+    EngineStalled,
+    EngineStatus,
+    EngineUnavailable,
+)
+from tilert_ref.decode_server.messages import Ended, Failed, Generate, Injected, Ready, RunEvent, Stepped
+from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body
+from tilert_ref.engine.api import SamplingParams
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON can't say. The value that the router publishes for it."""
+
+
+class Engine(Protocol):
+    """What the pipeline needs of EngineClient."""
+
+    status: EngineStatus
+    ready: Ready | None
+
+    def generate(self, request: Generate) -> EngineRun: ...
+
+
+class Receiver(Protocol):
+    """What the pipeline needs of ReceiveServer."""
+
+    def expect(self, rid: str) -> None: ...
+
+    def wait(self, rid: str, timeout: float, cancelled: threading.Event) -> Record: ...
+
+    def release(self, rid: str) -> None: ...
+
+    def health(self) -> dict[str, Any]: ...
+
+
+class Lease:
+    """The right to use the node for one request, and the means to cancel that request wherever it is."""
+
+    def __init__(self, body: DecodeBody) -> None:
+        self.body = body
+        self.rid = body.rid
+        self.started = time.perf_counter()
+        self.cancelled = threading.Event()
+        self.wait: asyncio.Future[Record] | None = None
+        self.run: EngineRun | None = None
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        if self.run:
+            self.run.cancel()
+
+
+@dataclass
+class Timing:
+    """Milliseconds of `timing_ms` (http-api.md 1.8)."""
+
+    wire_wait: float = 0.0
+    convert: float = 0.0
+    inject: float = 0.0
+    decode: float = 0.0
+
+    def rounded(self) -> dict[str, float]:
+        return {name: round(value, 1) for name, value in vars(self).items()}
+
+
+class DecodeService:
+    """The node: at most one lease at a time. All methods belong to the event loop's thread."""
+
+    def __init__(self, engine: Engine, receiver: Receiver) -> None:
+        self.engine = engine
+        self.receiver = receiver
+        self._current: Lease | None = None
+
+    @property
+    def current_rid(self) -> str | None:
+        return self._current.rid if self._current else None
+
+    def try_lease(self, body: DecodeBody) -> Lease | None:
+        """None if another request holds the node."""
+        if self._current:
+            return None
+        self._current = Lease(body)
+        return self._current
+
+    def cancel_current(self) -> None:
+        if self._current:
+            self._current.cancel()
+
+    def cancel(self, rid: str) -> bool:
+        """Whether rid was the current request, which is then cancelled."""
+        if self._current is None or self._current.rid != rid:
+            return False
+        self.cancel_current()
+        return True
+
+    async def release(self, lease: Lease) -> None:
+        """Ends whatever still works on the request, frees the KV slot and the node. Harmless when repeated."""
+        if self._current is not lease:
+            return
+        try:
+            await self._stop(lease)
+        finally:
+            self._current = None
+            self.receiver.release(lease.rid)
+
+    async def begin(self, lease: Lease) -> "Decode":
+        """Everything that can still be answered with an HTTP status: from validation until the engine has the KV.
+
+        The KV slot is free again when this returns. Raises DecodeError.
+        """
+        sampling = self._validate(lease.body)
+        self.receiver.expect(lease.rid)
+        record = await self._wait_for_kv(lease)
+        decode = Decode(lease, record, Timing(wire_wait=_ms_since(lease.started)))
+        await self._inject(decode, sampling)
+        self.receiver.release(lease.rid)
+        return decode
+
+    async def complete(self, lease: Lease) -> dict[str, Any]:
+        """The whole request; returns the non-stream reply (http-api.md 1.6). Raises DecodeError."""
+        decode = await self.begin(lease)
+        lines = []
+        while (line := await decode.step()) is not None:
+            lines.append(line)
+        reply = {"rid": lease.rid, "token_ids": _joined(lines, "t"), "seq_len": decode.record.seq_len}
+        if lease.body.top_logprobs is not None:
+            reply["logprobs"] = {"lp": _joined(lines, "lp"), "tp": _joined(lines, "tp")}
+        return reply | {"timing_ms": decode.timing_ms()}
+
+    def _validate(self, body: DecodeBody) -> SamplingParams:
+        if self.engine.ready is None or self.engine.status.state != "ready":
+            raise _unavailable(self.engine.status.reason, body.rid)
+        return check_body(body, self.engine.ready.capabilities)
+
+    async def _wait_for_kv(self, lease: Lease) -> Record:
+        arguments = (lease.rid, lease.body.timeout_s, lease.cancelled)
+        lease.wait = asyncio.get_running_loop().run_in_executor(None, self.receiver.wait, *arguments)
+        try:
+            return await asyncio.shield(lease.wait)
+        except HandoffTimeout:
+            raise DecodeError(504, "kv_transfer_timeout", rid=lease.rid) from None
+        except HandoffCancelled:
+            raise _cancelled("KV transfer", lease.rid) from None
+        except HandoffError as error:
+            raise DecodeError(503, str(error), "receiver_unavailable", lease.rid) from None
+
+    async def _inject(self, decode: "Decode", sampling: SamplingParams) -> None:
+        lease, body = decode.lease, decode.lease.body
+        if lease.cancelled.is_set():
+            raise _cancelled("KV transfer", lease.rid)
+        request = Generate(
+            rid=lease.rid,
+            seq_len=decode.record.seq_len,
+            last_prompt_token=decode.record.last_prompt_token,
+            first_token_id=body.first_token_id,
+            max_tokens=body.max_tokens,
+            sampling=sampling,
+            top_logprobs=body.top_logprobs,
+        )
+        try:
+            lease.run = self.engine.generate(request)
+        except EngineUnavailable as error:
+            raise _unavailable(str(error), lease.rid) from None
+        event = await decode.next_event()
+        if not isinstance(event, Injected):  # Ended: the engine saw the cancel before it decoded
+            raise _cancelled("inject", lease.rid)
+        decode.timing.convert, decode.timing.inject = event.convert_ms, event.inject_ms
+        decode.started = time.perf_counter()
+
+    @staticmethod
+    async def _stop(lease: Lease) -> None:
+        lease.cancel()
+        if lease.wait:
+            await asyncio.gather(lease.wait, return_exceptions=True)
+        if lease.run:
+            await lease.run.close()
+
+
+Line = dict[str, list[Any]]
+"""A stream's token line: `t` token ids; with logprobs also `lp` and `tp`, entry by entry (http-api.md 1.7)."""
+
+
+@dataclass
+class Decode:
+    """A request whose KV the engine has. `step` gives its tokens; after the last, `end` and the totals are known."""
+
+    lease: Lease
+    record: Record
+    timing: Timing
+    started: float = 0.0
+    sent: int = 0
+    end: Ended | None = None
+
+    async def step(self) -> Line | None:
+        """The tokens of the next step, None at the end. Raises DecodeError."""
+        event = await self.next_event()
+        if isinstance(event, Stepped):
+            line = self._line(event)
+            self.sent += len(event.ids)
+            return line
+        self.end = event
+        self.timing.decode = _ms_since(self.started)
+        return None
+
+    async def lines(self, poll_s: float) -> AsyncIterator[Line]:
+        """The steps, merged for a stream: the first token alone, then a step with all that comes within poll_s of it.
+
+        poll_s 0 still merges steps that are there already, which means that the client is slower than the engine.
+        """
+        if (line := await self.step()) is None:
+            return
+        yield {name: entries[:1] for name, entries in line.items()}
+        if len(line["t"]) > 1:
+            yield {name: entries[1:] for name, entries in line.items()}
+        while self.end is None and (line := await self.step()) is not None:
+            yield await self._followed(line, poll_s)
+
+    async def _followed(self, line: Line, poll_s: float) -> Line:
+        """line and the steps that come within poll_s."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(poll_s):
+                while (more := await self.step()) is not None:
+                    line = {name: line[name] + more[name] for name in line}
+        return line
+
+    async def next_event(self) -> RunEvent:
+        """The engine's next event. Raises DecodeError for each of the ways in which it can fail."""
+        try:
+            event = await self.lease.run.next()
+        except EngineClosed as error:
+            raise _unavailable(str(error), self.lease.rid) from None
+        except EngineStalled as error:
+            raise DecodeError(502, str(error), "engine_stalled", self.lease.rid) from None
+        except EngineCrashed as error:
+            raise DecodeError(502, f"engine crashed: {error}", "engine_crashed", self.lease.rid) from None
+        if isinstance(event, Failed):
+            raise DecodeError(500, event.error, rid=self.lease.rid)
+        return event
+
+    def closing_line(self) -> dict[str, Any]:
+        """The stream's terminal line. `n` is what `step` has handed out."""
+        return {
+            "done": True,
+            "n": self.sent,
+            "seq_len": self.record.seq_len,
+            "finish_reason": self.end.reason,
+            "timing_ms": self.timing_ms(),
+        }
+
+    def timing_ms(self) -> dict[str, float | int | str]:
+        return self.timing.rounded() | self.end.stats | {"finish_reason": self.end.reason}
+
+    def _line(self, event: Stepped) -> Line:
+        if event.logprobs is None:
+            return {"t": event.ids}
+        logprobs = [self._logprob(value, self.sent + index) for index, value in enumerate(event.logprobs)]
+        top = [[(token, max(value, LOWEST_LOGPROB)) for token, value in entry] for entry in event.top]
+        return {"t": event.ids, "lp": logprobs, "tp": top}
+
+    def _logprob(self, value: float | None, position: int) -> float | None:
+        """Only the first token may come without: its logprob belongs to the prefill."""
+        if value is not None and not math.isnan(value):
+            return max(value, LOWEST_LOGPROB)
+        if position:
+            text = f"the engine gave no logprob for token {position}"
+            raise DecodeError(501, text, "logprobs_unavailable", self.lease.rid)
+        return None
+
+
+def _joined(lines: list[Line], name: str) -> list[Any]:
+    return [entry for line in lines for entry in line[name]]
+
+
+def _ms_since(start: float) -> float:
+    return 1000 * (time.perf_counter() - start)
+
+
+def _cancelled(stage: str, rid: str) -> DecodeError:
+    return DecodeError(499, f"cancelled during {stage}", "request_cancelled", rid)
+
+
+def _unavailable(reason: str, rid: str) -> DecodeError:
+    return DecodeError(503, reason, "engine_unavailable", rid)
