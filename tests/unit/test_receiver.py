@@ -1,0 +1,401 @@
+"""The receive server against a client that speaks the protocol by hand."""
+
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tilert_ref.connector import admission, codec, receiver, wire
+from tilert_ref.connector.codec import Accept, Announce, Done, Reject
+from tilert_ref.connector.layout import BF16, FP8_DS_MLA, BufferLayout, Copy, model_profile, profile
+from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffFailed, HandoffTimeout, ReceiveServer
+from tilert_ref.connector.transport import TransferError, Transport, make_transport, write_tag
+
+LAYOUT = BufferLayout(model_profile(2, False, False), BF16, max_seq_len=128)
+NEVER = threading.Event()
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def eventually(condition: Any, seconds: float = 20.0) -> None:
+    """Waits for something that another thread of the server does, without an event to wait for."""
+    deadline = soon(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        threading.Event().wait(0.005)
+
+
+@contextmanager
+def serving(layout: BufferLayout = LAYOUT, **options: Any) -> Iterator[ReceiveServer]:
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    transport = options.pop("transport", None) or make_transport("zmq", "127.0.0.1")
+    server = ReceiveServer(layout, buffer, transport, **({"host": "127.0.0.1", "port": 0} | options))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ReceiveServer]:
+    with serving() as server:
+        yield server
+
+
+def announce(
+    rid: str = "r", rank: int = 0, seq_len: int = 70, layout: BufferLayout = LAYOUT, **fields: Any
+) -> Announce:
+    values = {"last_prompt_token": 9, "admission_window_s": 3.0, "tilert_ref": layout.geometry()} | fields
+    return Announce(rid=rid, rank=rank, seq_len=seq_len, **values)
+
+
+@dataclass
+class Client:
+    """One control connection, hello read."""
+
+    connection: wire.Connection
+    hello: codec.Hello
+
+    @classmethod
+    def of(cls, server: ReceiveServer, host: str = "127.0.0.1") -> "Client":
+        connection = wire.connect(host, server.port, soon())
+        return cls(connection, codec.decode_hello(connection.receive(soon())))
+
+    def announce(self, message: Announce) -> Accept | Reject:
+        self.connection.send(message, soon())
+        return codec.decode_reply(self.connection.receive(soon()))
+
+    def done(self, accept: Accept, **changes: Any) -> None:
+        fields = {"done": True, "rid": accept.rid, "rank": accept.rank, "generation": accept.generation} | changes
+        self.connection.send(Done(**fields), soon())
+
+    def closed(self) -> bool:
+        """Waits until the server closes."""
+        with pytest.raises(ConnectionError):
+            self.connection.receive(soon())
+        return True
+
+
+def hand_off(server: ReceiveServer, message: Announce) -> Accept:
+    client = Client.of(server)
+    reply = client.announce(message)
+    assert isinstance(reply, Accept), reply
+    client.done(reply)
+    client.closed()
+    return reply
+
+
+def test_hello_describes_the_buffer(server: ReceiveServer) -> None:
+    hello = Client.of(server).hello
+    base = server._buffer.data_ptr()
+    assert (hello.magic, hello.protocol_version, hello.layout_version) == ("tilert-pd", 2, 2040)
+    assert (hello.kv_base, hello.pe_base, hello.ki_base) == (base, base + 2 * 128 * 1024, base + 2 * 128 * 1152)
+    assert (hello.transport, hello.max_seq_len, hello.senders, hello.busy) == ("zmq", 128, 1, False)
+    assert hello.zmq_endpoint.startswith("tcp://127.0.0.1:") and hello.tilert_ref == LAYOUT.geometry()
+
+
+def test_hello_of_shards_has_lists() -> None:
+    layout = replace(LAYOUT, nshards=2)
+    with serving(layout, senders=2, checkpoint="digest") as server:
+        hello, base = Client.of(server).hello, server._buffer.data_ptr()
+        assert (hello.nshards, hello.senders) == (2, 2)
+        assert hello.kv_base == [base, base + layout.shard_bytes]
+        assert hello.tilert_ref.checkpoint == "digest"
+
+
+def test_transfer_before_the_consumer_comes(server: ReceiveServer) -> None:
+    accept = hand_off(server, announce(sampling={"temperature": 0.5}, prompt_token_ids=[1, 2]))
+    record = server.wait("r", 20, NEVER)
+    assert (record.rid, record.generation, record.seq_len) == ("r", accept.generation, 70)
+    assert (record.last_prompt_token, record.sampling, record.prompt_token_ids) == (9, {"temperature": 0.5}, [1, 2])
+    assert server.health()["slot"]["claimed"] is True
+
+
+def test_transfer_while_the_consumer_waits(server: ReceiveServer) -> None:
+    threading.Timer(0.1, hand_off, (server, announce())).start()
+    server.expect("r")
+    assert server.wait("r", 20, NEVER).seq_len == 70
+
+
+def test_bytes_land_and_two_ranks_complete_one_request() -> None:
+    with serving(senders=2) as server:
+        sender = make_transport("zmq", "", receiver=False)
+        source = torch.arange(64, dtype=torch.uint8)
+        sender.register(source.data_ptr(), 64, source)
+        for rank in (1, 0):
+            client = Client.of(server)
+            accept = client.announce(announce(rank=rank))
+            target = Copy(source.data_ptr() + 32 * rank, server._buffer.data_ptr() + 100 * rank, 32, 0, "kv")
+            sender.write(client.hello.meta(), [target], write_tag(accept.rid, accept.generation), soon())
+            client.done(accept)
+        server.wait("r", 20, NEVER)
+        assert server._buffer[:32].tolist() == list(range(32))
+        assert server._buffer[100:132].tolist() == list(range(32, 64))
+        sender.close()
+
+
+def test_records_of_other_requests_are_kept_while_waiting(server: ReceiveServer) -> None:
+    hand_off(server, announce("early"))
+    with pytest.raises(HandoffTimeout, match=r"no KV for 'late' within 0.2 s; the buffer: .*'rid': 'early'"):
+        server.wait("late", 0.2, NEVER)
+    assert server.health()["records"] == ["early"]
+    assert server.wait("early", 20, NEVER).rid == "early"
+
+
+def test_cancel_ends_a_wait_at_once(server: ReceiveServer) -> None:
+    cancelled = threading.Event()
+    threading.Timer(0.2, cancelled.set).start()
+    began = time.monotonic()
+    with pytest.raises(HandoffCancelled, match="'r'"):
+        server.wait("r", 60, cancelled)
+    assert time.monotonic() - began < 10
+
+
+def test_claimed_buffer_is_nobody_elses_until_released(server: ReceiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "UNCLAIMED_GRACE_S", 0.0)
+    hand_off(server, announce("a"))
+    server.wait("a", 20, NEVER)
+    reject = Client.of(server).announce(announce("b"))
+    assert (reject.error, reject.busy_rid, reject.busy_state) == ("busy", "a", "COMPLETE")
+    assert Client.of(server).hello.busy is True
+    server.release("a")
+    assert hand_off(server, announce("b")).generation == 2
+
+
+def test_unclaimed_record_makes_room_and_is_forgotten(server: ReceiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_off(server, announce("a"))
+    assert Client.of(server).announce(announce("b")).error == "busy"  # still within its grace
+    monkeypatch.setattr(admission, "UNCLAIMED_GRACE_S", 0.0)
+    hand_off(server, announce("b"))
+    assert server.health()["records"] == ["b"]
+    with pytest.raises(HandoffTimeout):
+        server.wait("a", 0.1, NEVER)
+
+
+def test_released_rid_is_refused_until_it_is_expected_again(server: ReceiveServer) -> None:
+    server.release("r")
+    reject = Client.of(server).announce(announce())
+    assert (reject.error, reject.detail) == ("cancelling", "no_consumer") and reject.transient
+    server.expect("r")
+    assert isinstance(Client.of(server).announce(announce()), Accept)
+
+
+def test_release_during_a_transfer_stops_its_writes_and_keeps_the_slot(server: ReceiveServer) -> None:
+    client = Client.of(server)
+    accept = client.announce(announce("a"))
+    server.release("a")
+    sender = make_transport("zmq", "", receiver=False)
+    source = torch.ones(8, dtype=torch.uint8)
+    sender.register(source.data_ptr(), 8, source)
+    copy = Copy(source.data_ptr(), server._buffer.data_ptr(), 8, 0, "kv")
+    with pytest.raises(TransferError, match="not admitted"):
+        sender.write(client.hello.meta(), [copy], write_tag("a", accept.generation), soon())
+    assert not server._buffer[:8].any()
+    reject = Client.of(server).announce(announce("b"))
+    assert (reject.error, reject.busy_state) == ("busy", "CANCELLING")
+    client.connection.close()
+    eventually(lambda: server.health()["slot"]["state"] == "FREE")
+    hand_off(server, announce("b"))
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"rid": "other"}, {"rank": 1}, {"generation": 99}], ids=lambda change: next(iter(change))
+)
+def test_done_that_does_not_repeat_the_accept_completes_nothing(server: ReceiveServer, change: dict[str, Any]) -> None:
+    client = Client.of(server)
+    client.done(client.announce(announce()), **change)
+    assert client.closed()
+    with pytest.raises(HandoffTimeout):
+        server.wait("r", 0.1, NEVER)
+    hand_off(server, announce())  # the rank may come again
+    assert server.wait("r", 20, NEVER).rid == "r"
+
+
+def test_sender_that_gives_up_fails_the_consumer_at_once(server: ReceiveServer) -> None:
+    client = Client.of(server)
+    accept = client.announce(announce())
+    client.done(accept, done=False)
+    with pytest.raises(HandoffFailed, match="gave up on the KV of 'r'"):
+        server.wait("r", 60, NEVER)
+    assert client.closed()
+    hand_off(server, announce())  # unless somebody tries again
+    assert server.wait("r", 20, NEVER).generation == accept.generation
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "detail"),
+    [
+        (announce(seq_len=129), "seq_len exceeds max_seq_len", None),
+        (announce(seq_len=0), "invalid_seq_len", "seq_len is 0"),
+        (announce(rank=1), "unknown_rank", r"senders are \[0\]"),
+        (announce(tilert_ref=None), "geometry_mismatch", "sent no tilert_ref"),
+        (
+            announce(tilert_ref=replace(LAYOUT, profile=model_profile(3, False, False)).geometry()),
+            "geometry_mismatch",
+            "num_layers 3, we have 2",
+        ),
+    ],
+)
+def test_announces_that_do_not_fit_are_refused_by_name(
+    server: ReceiveServer, message: Announce, error: str, detail: str | None
+) -> None:
+    client = Client.of(server)
+    reject = client.announce(message)
+    assert reject.error == error and not reject.transient
+    assert detail is None or re.search(detail, reject.detail)
+    assert client.closed()
+    assert server.health()["slot"]["state"] == "FREE"
+
+
+def test_published_profiles_need_no_geometry() -> None:
+    layout = BufferLayout(profile("dsv32"), FP8_DS_MLA, max_seq_len=64)
+    with serving(layout) as server:
+        hello = Client.of(server).hello
+        assert hello.layout_version == 11
+        hand_off(server, announce(seq_len=64, tilert_ref=None))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("!I", 5) + b"{]{]{",
+        struct.pack("!I", 2) + b"[]",
+        struct.pack("!I", codec.MAX_FRAME + 1),
+        struct.pack("!I", 100) + b"short",
+        msgspec.json.encode({"rid": "r"}),
+        b"",
+    ],
+)
+def test_garbage_closes_the_connection_and_nothing_else(server: ReceiveServer, data: bytes) -> None:
+    client = Client.of(server)
+    client.connection._socket.sendall(data)
+    client.connection._socket.shutdown(socket.SHUT_WR)
+    assert client.closed()
+    hand_off(server, announce())
+
+
+def test_silent_and_dripping_connections_are_closed(server: ReceiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "ANNOUNCE_TIMEOUT_S", 0.3)
+    silent, dripping = Client.of(server), Client.of(server)
+    stop = threading.Event()
+
+    def drip() -> None:
+        with pytest.raises(OSError):
+            while not stop.wait(0.05):
+                dripping.connection._socket.sendall(b"\0")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    began = time.monotonic()
+    eventually(lambda: server.health()["open_connections"] == 0, 10)
+    assert time.monotonic() - began < 10 and silent.closed()
+    thread.join(10)
+    stop.set()
+    assert not thread.is_alive()
+
+
+def test_connections_beyond_the_limit_are_closed(server: ReceiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "MAX_CONNECTIONS", 2)
+    clients = [Client.of(server), Client.of(server)]
+    extra = wire.connect("127.0.0.1", server.port, soon())
+    with pytest.raises(ConnectionError):
+        extra.receive(soon())
+    clients.pop().connection.close()
+    eventually(lambda: server.health()["open_connections"] == 1)
+    hand_off(server, announce())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_wildcard_listens_on_both_families(address: str) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serving(host="::", transport=make_transport("zmq", "::")) as server:
+        hello = Client.of(server, address).hello
+        assert hello.zmq_endpoint.rpartition(":")[0] == ("tcp://[::1]" if ":" in address else "tcp://127.0.0.1")
+
+
+class Unfenced:
+    """A transport whose writes cannot be refused, like NIXL's."""
+
+    fenced = False
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_broken_one_sided_transfer_keeps_the_slot_a_moment_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "SETTLE_S", 0.5)
+    with serving(transport=Unfenced(make_transport("zmq", "127.0.0.1"))) as server:
+        client = Client.of(server)
+        assert isinstance(client.announce(announce("a")), Accept)
+        server.release("a")
+        client.connection.close()
+        began = time.monotonic()
+        eventually(lambda: server.health()["slot"]["state"] == "FREE")
+        assert 0.3 < time.monotonic() - began < 10
+
+
+def test_accepted_sender_has_a_deadline_only_where_late_writes_are_refused() -> None:
+    fenced, unfenced = make_transport("zmq", "127.0.0.1"), Unfenced(make_transport("zmq", "127.0.0.1"))
+    for transport, state in ((fenced, 0), (unfenced, 1)):
+        with serving(transport=transport, request_timeout=0.3) as server:
+            client = Client.of(server)
+            client.announce(announce())
+            if transport is fenced:
+                assert client.closed()
+            else:
+                with pytest.raises(TimeoutError):
+                    client.connection.receive(soon(1.0))
+            eventually(lambda server=server, state=state: server.health()["slot"].get("writers") == state)
+
+
+def test_close_ends_waits_connections_and_threads() -> None:
+    before = set(threading.enumerate())
+    with serving() as server:
+        client = Client.of(server)
+        client.announce(announce())
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                server.wait("r", 60, NEVER)
+            except HandoffError as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        assert server.health()["ok"] is True
+        server.close()
+        waiter.join(20)
+        assert "closed" in str(errors[0]) and client.closed()
+        assert server.health()["ok"] is False
+    eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_port_in_use_is_an_error_at_start(server: ReceiveServer) -> None:
+    with pytest.raises(OSError, match="in use"), serving(port=server.port):
+        pass
+
+
+def test_buffer_must_fit_the_layout() -> None:
+    transport = make_transport("zmq", "127.0.0.1")
+    for buffer in (torch.zeros(7, dtype=torch.uint8), torch.zeros(LAYOUT.total_bytes, dtype=torch.int8)):
+        with pytest.raises(ValueError, match=rf"torch.uint8 \[{LAYOUT.total_bytes}\] on cpu, got {buffer.dtype}"):
+            ReceiveServer(LAYOUT, buffer, transport, "127.0.0.1", 0)
+    transport.close()
