@@ -21,6 +21,7 @@ import openai
 
 from tilert_ref.engine.make_tiny import make_tiny
 from tilert_ref.stack import Process, Stack, StackError, end_on_signals, free_port, vllm_server
+from tilert_ref.verdict import Verdict, judge
 
 # Dense models only: vLLM has no sparse attention on a CPU ("Sparse Attention is not supported").
 ARCHS = ("dsv3", "dsv2", "glm47", "kimi")
@@ -54,10 +55,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """A position where the stack's token is not vLLM's. verdict: tie or diverged."""
+    """A position where the stack's token is not vLLM's."""
 
     position: int
-    verdict: str
+    verdict: Verdict
     ours: int
     vllm: int
     top: list[tuple[int, float]]
@@ -68,14 +69,14 @@ class Difference:
 
 
 @dataclass
-class Verdict:
-    """The comparison's result. anchors: how often the stack went on from vLLM's tokens after a difference."""
+class Comparison:
+    """What became of every position. anchors: how often the stack went on from vLLM's tokens after a difference."""
 
     tokens: int
     differences: list[Difference] = field(default_factory=list)
     anchors: int = 0
 
-    def count(self, verdict: str) -> int:
+    def count(self, verdict: Verdict) -> int:
         return sum(d.verdict == verdict for d in self.differences)
 
     @property
@@ -85,37 +86,26 @@ class Verdict:
         return f"tokens: {identical} identical, {tie} tie, {diverged} diverged against vLLM's own decode"
 
 
-def judge(position: int, ours: int, reference: Reference) -> Difference | None:
-    """None if the token is vLLM's. A tie needs vLLM's own top two equal to the last bit, and ours to be one of them.
-
-    vLLM computes logits in bf16 and log_softmax of them in fp32: equal logits, and only those, give equal logprobs.
-    """
-    if ours == reference.ids[position]:
-        return None
-    top = reference.top[position]
-    tie = len(top) > 1 and top[0][1] == top[1][1] and ours in (top[0][0], top[1][0])
-    return Difference(position, "tie" if tie else "diverged", ours, reference.ids[position], top)
-
-
-def compare(ours: list[int], reference: Reference, again: Callable[[int], list[int]]) -> Verdict:
+def compare(ours: list[int], reference: Reference, again: Callable[[int], list[int]]) -> Comparison:
     """Judges every position. After a difference it goes on from vLLM's tokens, so that one flip hides nothing.
 
     again(n): the stack's tokens for positions n and later, given the prompt and vLLM's first n tokens.
     """
-    verdict, position, start = Verdict(len(reference.ids)), 0, 0
-    while position < len(reference.ids):
+    result, start = Comparison(len(reference.ids)), 0
+    for position, (theirs, top) in enumerate(zip(reference.ids, reference.top, strict=True)):
         if position - start >= len(ours):
             raise ValueError(
                 f"the stack gave {len(ours)} tokens from position {start}, vLLM {len(reference.ids)} in all"
             )
-        difference = judge(position, ours[position - start], reference)
-        position += 1
-        if difference:
-            verdict.differences.append(difference)
-            if position < len(reference.ids):
-                verdict.anchors += 1
-                ours, start = again(position), position
-    return verdict
+        token = ours[position - start]
+        if (verdict := judge(token, theirs, top)) == "identical":
+            continue
+        result.differences.append(Difference(position, verdict, token, theirs, top))
+        if position + 1 < len(reference.ids):
+            result.anchors += 1
+            start = position + 1
+            ours = again(start)
+    return result
 
 
 # Talking to the stack
@@ -224,7 +214,7 @@ def programs(args: argparse.Namespace, model: Path, logs: Path, report: Report) 
         report.step("stopping")
 
 
-def run(args: argparse.Namespace, report: Report) -> Verdict:
+def run(args: argparse.Namespace, report: Report) -> Comparison:
     """The demo proper. Raises StackError if a program fails."""
     with contextlib.ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-demo-")))
@@ -236,12 +226,12 @@ def run(args: argparse.Namespace, report: Report) -> Verdict:
         answer = ask(args, router_url, report)
         report.step("vLLM decodes the same prompt by itself")
         reference = vllm_decode(vllm_url, answer.prompt_ids, len(answer.ids))
-        verdict = compare(answer.ids, reference, lambda n: _again(router_url, answer, reference, n))
-        for difference in verdict.differences:
+        result = compare(answer.ids, reference, lambda n: _again(router_url, answer, reference, n))
+        for difference in result.differences:
             report.line(f"  {difference}")
         if args.json:
-            print(json.dumps(as_json(args, answer, reference, verdict)))
-    return verdict
+            print(json.dumps(as_json(args, answer, reference, result)))
+    return result
 
 
 def ask(args: argparse.Namespace, router_url: str, report: Report) -> Answer:
@@ -277,15 +267,15 @@ def time_split(answer: Answer) -> list[str]:
     return lines
 
 
-def as_json(args: argparse.Namespace, answer: Answer, reference: Reference, verdict: Verdict) -> dict[str, Any]:
+def as_json(args: argparse.Namespace, answer: Answer, reference: Reference, result: Comparison) -> dict[str, Any]:
     return {
         "num_mtp": args.num_mtp,
         "answer": asdict(answer) | {"per_token_ms": answer.per_token_ms},
         "vllm_ids": reference.ids,
-        "differences": [asdict(d) for d in verdict.differences],
-        "identical": verdict.tokens - len(verdict.differences),
-        "tie": verdict.count("tie"),
-        "diverged": verdict.count("diverged"),
+        "differences": [asdict(d) for d in result.differences],
+        "identical": result.tokens - len(result.differences),
+        "tie": result.count("tie"),
+        "diverged": result.count("diverged"),
     }
 
 
@@ -295,15 +285,15 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(args.json)
     try:
         with end_on_signals():
-            verdict = run(args, report)
+            result = run(args, report)
     except (StackError, openai.OpenAIError, httpx.HTTPError) as error:
         report.line(f"\ndemo failed: {error}")
         return 2
     except KeyboardInterrupt:
         report.line("\ninterrupted; everything is stopped")
         return 130
-    report.line(verdict.line)
-    return 1 if verdict.count("diverged") else 0
+    report.line(result.line)
+    return 1 if result.count("diverged") else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -324,6 +314,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.num_mtp and args.model is None and args.arch in WITHOUT_MTP:
         parser.error(f"--num-mtp {args.num_mtp}: {args.arch} has no MTP layer")
+    if args.model is not None and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model}: no config.json there; expected a Hugging Face checkpoint directory")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     return args

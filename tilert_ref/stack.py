@@ -139,6 +139,10 @@ class Process:
     def tail(self, lines: int = 25) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def members(self) -> list[int]:
+        """Ids of the running processes of its session: itself and everything that it started."""
+        return _session(self.pid)
+
     def last_words(self, width: int = 70) -> str:
         """The last line of its log without vLLM's prefix (process, level, date, source line); for progress reports."""
         line = self.tail(1).rpartition("] ")[2].strip()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tilert_ref.connector.layout import LayoutError, page_count
@@ -86,6 +86,8 @@ def page_token(pages: torch.Tensor, t: int) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(prompt=prompts(), shared=st.booleans())
+@example(prompt=(32, 5, [3, 0], 64), shared=True)  # blocks and pages hold the same number of tokens
+@example(prompt=(128, 2, [1], 70), shared=False)
 def test_gather_index_pages_for_any_block_size(prompt: tuple[int, int, list[int], int], shared: bool) -> None:
     block, num_blocks, ids, seq_len = prompt
     cache = one_layer(num_blocks, block, 132, shared)

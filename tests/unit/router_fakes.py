@@ -129,8 +129,11 @@ class FakeServer:
         finally:
             self._tasks.discard(task)
 
+    def asked(self, path: str) -> list[Exchange]:
+        return [e for e in self.seen if e.path == path]
+
     def bodies(self, path: str) -> list[Any]:
-        return [e.json for e in self.seen if e.path == path]
+        return [e.json for e in self.asked(path)]
 
 
 class FakeVllm(FakeServer):

@@ -92,6 +92,14 @@ def test_rows_2_3_and_19_tombstones() -> None:
     assert reason(desk.announce("c6", "b")) == "busy"
 
 
+def test_a_claimed_retry_window_extends_a_tombstone_by_one_timeout_at_most() -> None:
+    desk = Desk()
+    desk.handle(Released("a"))
+    assert reason(desk.announce("c1", "a", admission_window_s=1e9)) == "cancelling"
+    desk.now = TIMEOUT
+    assert reason(desk.announce("c2", "a")) == "accepted"
+
+
 def test_row_19_expect_lifts_the_tombstone() -> None:
     desk = Desk()
     desk.handle(Released("a"))

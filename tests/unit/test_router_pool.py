@@ -230,6 +230,30 @@ def test_a_node_marked_down_in_use_is_not_handed_out_again() -> None:
     run(test)
 
 
+def test_a_probe_from_before_a_fault_does_not_revive_a_node() -> None:
+    async def test() -> None:
+        pool, api = make()
+        await pool.ask_all()
+        answered = asyncio.Event()
+
+        async def slow_probe(node: Node) -> frozenset[str]:
+            await answered.wait()
+            return frozenset()
+
+        quick, api.probe = api.probe, slow_probe
+        asking = asyncio.create_task(pool.ask_all())
+        await settle()
+        pool.mark_down(pool.nodes[0], "went away")
+        answered.set()
+        await asking
+        assert pool.free_count() == 0
+        api.probe = quick
+        await pool.ask_all()
+        assert pool.free_count() == 1
+
+    run(test)
+
+
 def test_all_down_is_503_with_reasons_and_a_revived_node_serves_at_once() -> None:
     async def test() -> None:
         pool, api = make(2)

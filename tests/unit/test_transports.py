@@ -149,6 +149,20 @@ def test_stopped_receiver_times_out_and_the_write_settles_later(sender: Transpor
     assert own_peer.read() == source.bytes(0, NBYTES)
 
 
+@pytest.mark.parametrize("sender", ["nixl"], indirect=True)
+def test_overdue_nixl_write_starts_no_further_batch(
+    sender: Transport, own_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 20)
+    source = Source(sender)
+    own_peer.stop()
+    with pytest.raises(TransferTimeout) as caught:
+        sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, NBYTES)], TAG, soon(0.5))
+    own_peer.resume()
+    caught.value.settled.result(timeout=60)
+    assert own_peer.read()[1 << 20 :] == bytes(NBYTES - (1 << 20))
+
+
 def test_close_ends_a_write_that_is_going_on(sender: Transport, own_peer: Peer) -> None:
     source = Source(sender)
     own_peer.stop()

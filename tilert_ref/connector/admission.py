@@ -239,7 +239,7 @@ class Admission:
             "state": slot.state.value if slot else "FREE",
             "busy": self.busy(now),
             "connections": len(self._connections),
-            "tombstones": sum(deadline > now for deadline in self._tombstones.values()),
+            "tombstones": len(self._tombstones),
             "generation": self._generation,
         }
         if slot:

@@ -97,8 +97,7 @@ class _Active:
     def blocks(self, entry: LayerCache) -> torch.Tensor:
         key = entry.group.index, entry.cache.shape[1]
         if key not in self.block_ids:
-            claim = self.job.claim
-            self.block_ids[key] = block_index(entry.blocks(claim.block_ids), claim.seq_len, entry.cache)
+            self.block_ids[key] = _block_index(entry, self.job.claim)
         return self.block_ids[key]
 
 
@@ -212,6 +211,14 @@ class _Outputs:
         for plane, target in zip(self._planes, self._targets, strict=True):
             if kind is None and plane is not target:
                 plane.copy_(target, non_blocking=True)
+
+
+def _block_index(entry: LayerCache, claim: Claim) -> torch.Tensor:
+    """The prompt's blocks on the cache's device, without waiting for what the device is doing."""
+    cache = entry.cache
+    shape = cache if not cache.is_cuda else torch.empty(()).expand(cache.shape[:2])
+    ids = block_index(entry.blocks(claim.block_ids), claim.seq_len, shape)
+    return ids.pin_memory().to(cache.device, non_blocking=True) if cache.is_cuda else ids
 
 
 def _event(cache: torch.Tensor) -> torch.cuda.Event | None:

@@ -181,6 +181,8 @@ def _settings(vllm_config: "VllmConfig") -> Settings:
         if getattr(parallel, name, 1) != 1:
             raise SettingsError(f"{name} is {getattr(parallel, name)}; TileRTConnector supports 1")
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    if "tilert_host" in extra:
+        logger.warning("tilert_host in the configuration has no effect: every request to hand off names its own")
     max_model_len = vllm_config.model_config.max_model_len
     return read_settings(extra, os.environ, max_model_len, parallel.tensor_parallel_size)
 

@@ -97,9 +97,9 @@ class ReceiveServer:
         request_timeout: float = 120.0,
         checkpoint: str | None = None,
     ) -> None:
-        if buffer.dtype != torch.uint8 or buffer.shape != (layout.total_bytes,) or buffer.device.type != "cpu":
-            got = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
-            raise ValueError(f"the receive buffer must be torch.uint8 [{layout.total_bytes}] on cpu, got {got}")
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.total_bytes,):
+            got = f"{buffer.dtype} {list(buffer.shape)}"
+            raise ValueError(f"the receive buffer must be torch.uint8 [{layout.total_bytes}], got {got}")
         self._layout = layout
         self._buffer = buffer
         self._transport = transport

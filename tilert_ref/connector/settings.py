@@ -7,6 +7,8 @@ Source: protocol.md 6.4. What is ours, or differs from TileRT:
 - `tilert_max_staging_bytes`, `tilert_allowed_hosts` and `tilert_write_timeout_s` are new.
 - TILERT_PD_SENDERS defaults to the TP size instead of 8, and may not exceed it: more senders never complete.
 - TILERT_PD_EAGER_INIT defaults to 0: a server that hands nothing off starts no transport.
+- Without effect: `tilert_host` (every request names its own), TILERT_PD_SHARDS (staging is one region), and
+  TILERT_PD_PROBE_ADDR (no local address is needed).
 """
 
 from collections.abc import Mapping, Sequence

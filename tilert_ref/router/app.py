@@ -28,6 +28,8 @@ from tilert_ref.router.request import Request, Sampling, parse_request
 
 log = logging.getLogger(__name__)
 
+FRESH_S = 1.0
+
 
 @dataclass(frozen=True)
 class Config:
@@ -119,9 +121,9 @@ class Router:
 
     async def health(self, _: HttpRequest) -> Response:
         """200 if a request could be answered now or later, 503 with reasons if vLLM or every node is down."""
-        if not any(n.down is None for n in self.pool.nodes):
-            await self.pool.ask_all()
+        asking = asyncio.create_task(self.pool.ask_all())
         vllm = await self.prefill.problem()
+        await asyncio.wait({asking}, timeout=FRESH_S)  # a node that hangs must not make the router look hung
         nodes = self.pool.problems()
         body: dict[str, Any] = {"status": "ok", "decode_free": self.pool.free_count()}
         if vllm or len(nodes) == len(self.pool.nodes):

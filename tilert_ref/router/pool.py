@@ -24,13 +24,18 @@ CLOSE_TIMEOUT_S = 6.0
 
 @dataclass
 class Node:
-    """One decode node. down: why it gets no requests, None if it is up. busy: leased to a request of this router."""
+    """One decode node.
+
+    down: why it gets no requests, None if it is up. busy: leased to a request of this router. faults: how often it went
+    down, which tells a probe that its answer is older than a fault.
+    """
 
     host: str
     ctrl_port: int
     http_port: int
     busy: bool = False
     down: str | None = "not asked yet"
+    faults: int = 0
     capabilities: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -195,14 +200,19 @@ class Pool:
         if node.down is None:
             log.warning("decode node %s is down: %s", node, reason)
         node.down = reason
+        node.faults += 1
 
     async def ask(self, node: Node) -> None:
         """Probes one node and notes the result."""
+        faults = node.faults
         try:
-            node.capabilities = await self._api.probe(node)
+            capabilities = await self._api.probe(node)
         except NodeLost as e:
             self.mark_down(node, e.message)
             return
+        if node.faults != faults:
+            return  # it failed while it was being asked; the next round knows more
+        node.capabilities = capabilities
         if node.down is not None:
             log.info("decode node %s is up", node)
         node.down = None

@@ -158,11 +158,11 @@ class NixlTransport:
 
     def _shut_down(self) -> None:
         for write in self._writes:
-            write.settled.set_exception(TransferError("the NIXL transport was closed"))
-        self._writes.clear()
-        # Only the end of the agent stops writes that are going on.
-        self._agent = None
+            self._release(write)
         self._registrations.clear()
+        self._agent = None  # only the end of the agent stops writes that are going on
+        for write in list(self._writes):
+            self._settle(write, TransferError("the NIXL transport was closed"))
 
     def _started(self) -> Any:
         if self._agent is None:

@@ -1,0 +1,100 @@
+"""`tilert-ref demo` as a user runs it: equal tokens, exit status, and no process left however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+class Demo:
+    """One run. Its processes are found by a variable in their environment."""
+
+    def __init__(self, *args: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "tilert_ref.cli", "demo", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"DEMO_MARK": self.mark},
+        )
+
+    def wait_for(self, text: str) -> None:
+        assert self.popen.stdout is not None
+        seen = []
+        for line in self.popen.stdout:
+            seen.append(line)
+            if text in line:
+                return
+        pytest.fail(f"the demo ended without {text!r}:\n{''.join(seen)}")
+
+    def processes(self) -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if self._ours(p)]
+
+    def _ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("DEMO_MARK") == self.mark
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+
+
+@contextmanager
+def demo(*args: str) -> Iterator[Demo]:
+    run = Demo(*args)
+    try:
+        yield run
+    finally:
+        run.popen.kill()
+        run.popen.communicate()
+
+
+@pytest.mark.parametrize("extra", [(), ("--num-mtp", "3"), ("--arch", "glm47", "--transport", "zmq")])
+def test_every_token_is_vllms(extra: tuple[str, ...]) -> None:
+    with demo(*extra) as run:
+        out, _ = run.popen.communicate(timeout=500)
+        assert out.splitlines()[-1] == "tokens: 64 identical, 0 tie, 0 diverged against vLLM's own decode", out
+        assert run.popen.returncode == 0
+        assert run.processes() == []
+    for row in ("prefill", "handoff", "first token", "per token"):
+        assert any(line.startswith(f"  {row} ") and " ms " in line for line in out.splitlines()), out
+
+
+def test_a_wrong_token_is_seen() -> None:
+    """The stub engine makes up tokens: exit status 1, and every token of it is judged."""
+    with demo("--engine", "stub", "--max-tokens", "4", "--json") as run:
+        out, _ = run.popen.communicate(timeout=500)
+    assert run.popen.returncode == 1, out
+    result = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    assert result["diverged"] >= 1
+    assert result["identical"] + result["tie"] + result["diverged"] == len(result["vllm_ids"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_nothing(number: int) -> None:
+    with demo() as run:
+        run.wait_for("waiting for vLLM")
+        assert len(run.processes()) >= 4
+        run.popen.send_signal(number)
+        run.popen.wait(60)
+        assert run.popen.returncode == 128 + number
+        assert run.processes() == []
+
+
+def test_killed_it_leaves_nothing() -> None:
+    with demo() as run:
+        run.wait_for("waiting for vLLM")
+        run.popen.kill()
+        deadline = time.monotonic() + 30
+        while run.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert run.processes() == []
