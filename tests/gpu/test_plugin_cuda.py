@@ -35,4 +35,4 @@ def test_handoff_equals_vllms_caches(scenario: str, tmp_path: Path) -> None:
     assert all(request["bytes_equal"] > 0 for request in facts["requests"])
     if "chunked" in scenario:
         assert max(request["steps"] for request in facts["requests"]) >= 1500 // 256
-        assert any(request["prefix_hit"] >= 900 for request in facts["requests"])
+        assert any(request["prefix_hit"] >= 896 for request in facts["requests"])

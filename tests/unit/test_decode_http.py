@@ -40,7 +40,7 @@ class Server:
     """A decode server process. `lines` is what it has printed."""
 
     def __init__(self, *flags: str, **env: str) -> None:
-        path = os.pathsep.join([str(ROOT), str(TESTS)])
+        path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tilert_ref.decode_server", *COMMON, *flags],
             stdout=subprocess.PIPE,
@@ -373,7 +373,7 @@ def test_a_taken_port_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_engine_that_does_not_load_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TESTS)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")]))
     model = tmp_path / "broken"
     model.mkdir()
     (model / "config.json").write_text(CONFIG)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tilert_ref.connector.admission import Record
-from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffTimeout
+from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffFailed, HandoffTimeout
 from tilert_ref.decode_server import app
 from tilert_ref.decode_server.app import DecodeResponse
 from tilert_ref.decode_server.engine_client import (
@@ -211,6 +211,7 @@ def test_the_slot_is_free_before_the_first_token_is_read() -> None:
     ("outcome", "status", "content"),
     [
         (HandoffTimeout("late"), 504, {"error": "kv_transfer_timeout", "rid": "r"}),
+        (HandoffFailed("gone"), 502, {"error": "gone", "error_type": "kv_transfer_failed", "rid": "r"}),
         (
             HandoffCancelled("c"),
             499,

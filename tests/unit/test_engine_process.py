@@ -76,7 +76,7 @@ class Rig:
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TESTS)]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")]))
         rig = Rig()
         rig.run(rig.start())
         yield rig

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tilert_ref.connector.admission import Record
-from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffTimeout
+from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffFailed, HandoffTimeout
 from tilert_ref.decode_server.engine_client import (
     EngineClosed,
     EngineCrashed,
@@ -169,6 +169,8 @@ class DecodeService:
             raise DecodeError(504, "kv_transfer_timeout", rid=lease.rid) from None
         except HandoffCancelled:
             raise _cancelled("KV transfer", lease.rid) from None
+        except HandoffFailed as error:
+            raise DecodeError(502, str(error), "kv_transfer_failed", lease.rid) from None
         except HandoffError as error:
             raise DecodeError(503, str(error), "receiver_unavailable", lease.rid) from None
 

@@ -55,8 +55,9 @@ def moe(w: MoeWeights, config: ModelConfig, x: torch.Tensor, kernels: Kernels) -
 
 
 def router_logits(config: ModelConfig, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """[T, E]. GLM-5 routes in fp32 (vLLM deepseek_v2.py, _get_moe_router_dtype), the others in the model's dtype."""
-    if config.architecture == "GlmMoeDsaForCausalLM":
+    """[T, E]. The GLM models route in fp32 (vLLM deepseek_v2.py, _get_moe_router_dtype; glm4_moe.py, GateLinear), the
+    others in the model's dtype."""
+    if config.architecture.startswith("Glm"):
         return F.linear(x.float(), gate.float())
     return F.linear(x, gate)
 

@@ -30,6 +30,7 @@ TYPED_STATUS = {
     "invalid_parameter": 400,
     "request_cancelled": 499,
     "kv_transfer_timeout": 504,
+    "kv_transfer_failed": 502,
 }
 HEALTH_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 5.0
