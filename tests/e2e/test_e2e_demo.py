@@ -27,6 +27,8 @@ class Demo:
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | {"DEMO_MARK": self.mark},
+            # As in a terminal: whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_for(self, text: str) -> None:

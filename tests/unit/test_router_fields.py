@@ -253,3 +253,8 @@ def test_the_router_needs_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_published_page_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "openai-fields.md"
+    assert page.read_text().endswith(markdown()), "append the output of: python -m tilert_ref.router.fields"
