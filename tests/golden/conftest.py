@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilert_ref.stack import _preload_openmp
+from tilert_ref.stack import preload_openmp
 
 TOKENS = 64
 # 1 to 2,000: around powers of two, where blocks, pages and vector loops end
@@ -52,7 +52,7 @@ def record(tmp_path_factory: pytest.TempPathFactory):
         )
         command = [sys.executable, str(Path(__file__).with_name("record_vllm.py"))]
         command += [str(scratch / "plan.json"), str(scratch / "out.pt")]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | _preload_openmp()
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | preload_openmp()
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         out = torch.load(scratch / "out.pt", weights_only=False)  # written by our own child a moment ago

@@ -153,9 +153,9 @@ def test_kv_bytes(golden: Recording, ours: list[Replay], capsys: pytest.CaptureF
         print("                          decode  " + ", ".join(f"{100 * s:.4f}%" for s in answer))
     assert prompt[0] == answer[0] == 1.0, "layer 0 depends on the token ids only"
     if reproducible(engine.model.kernels.order):
-        # Not 1: once in some thousand tokens an exponential inside vLLM's kernels rounds otherwise, and one row and its
-        # successors differ; and vLLM runs a prompt of one token through its decode kernel.
-        assert min(prompt + answer) > 0.999
+        assert min(prompt) == 1.0
+        # Not 1: glibc's logf is now and then not the correctly rounded value, and one row and its successors differ.
+        assert min(answer) > 0.999
 
 
 @pytest.mark.parametrize("num_mtp", [0, 1, 2, 3])
@@ -190,8 +190,7 @@ def test_draft_layer_rows_of_the_prompt(golden_mtp: Recording, capsys: pytest.Ca
         print("\n  equal draft row values a prompt: " + ", ".join(f"{100 * s:.2f}%" for s in shares))
     assert min(shares) > 0.5, shares
     if reproducible(engine.model.kernels.order):
-        # One value that differs in a main layer (see test_kv_bytes) reaches later tokens through attention.
-        assert sum(share == 1.0 for share in shares) >= len(shares) / 2 and min(shares) > 0.95, shares
+        assert min(shares) == 1.0, shares
 
 
 def test_chunked_prefill_and_warm_prefix(golden: Recording, golden_chunked: Recording) -> None:

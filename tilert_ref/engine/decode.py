@@ -48,11 +48,14 @@ class DraftStats:
 
 @torch.inference_mode()
 def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 2048) -> torch.Tensor:
-    """Runs a prompt and fills the main layers' rows; returns all hidden states [T, D]."""
+    """Runs a prompt and fills the main layers' rows; returns all hidden states [T, D].
+
+    A single token takes decode's form of attention, as in vLLM (its MLA back ends count one-token queries as decodes).
+    """
     hidden = []
     for first in range(0, len(prompt), chunk):
         tokens = prompt[first : first + chunk]
-        batch = model.batch(first, len(tokens), absorbed=False)
+        batch = model.batch(first, len(tokens), absorbed=len(tokens) == 1)
         hidden.append(forward(model.weights, model.config, cache, batch, model.ids(tokens)))
     return torch.cat(hidden)
 
@@ -60,7 +63,7 @@ def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 20
 @torch.inference_mode()
 def prefill_mtp(model: Model, cache: KVCache, next_ids: Sequence[int], hidden: torch.Tensor) -> None:
     """Fills the MTP layer's slots 0 .. T-1; next_ids[i] is the token at i+1, so the last one is the first sampled."""
-    batch = model.batch(0, len(next_ids), absorbed=False)
+    batch = model.batch(0, len(next_ids), absorbed=len(next_ids) == 1)
     mtp_forward(_mtp(model), model.config, cache, batch, model.ids(next_ids), hidden)
 
 

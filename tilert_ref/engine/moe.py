@@ -73,7 +73,8 @@ def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         gate, up = linear(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
-        inner = round_kernel(F.silu(gate) * up, x.dtype, kernels.rounding).float()
+        # silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too
+        inner = round_kernel(gate * gate.sigmoid() * up, x.dtype, kernels.rounding).float()
         expert_out = linear(inner, w.down[expert].float())  # [n, D]
         out.index_add_(0, token, expert_out * weights[token, slot, None])
     return round_kernel(out, x.dtype, kernels.rounding)
