@@ -1,5 +1,6 @@
 """Strict loading: a missing, leftover or misshapen weight is an error that names it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,41 @@ def test_truncated_file_is_a_clean_error(tiny, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_weight_that_would_be_rounded_is_refused(edited, dtype: torch.dtype) -> None:
+    with pytest.raises(CheckpointError, match=f"lm_head.weight is {dtype}"):
+        load(edited(lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(dtype)})))
+
+
+def sharded(model_dir: Path, second: dict[str, torch.Tensor], index: dict[str, str]) -> Path:
+    """A second shard beside the first, and an index that says what the test wants."""
+    make_tiny(model_dir, "dsv3")
+    save_file(second, model_dir / "second.safetensors")
+    path = model_dir / "model.safetensors.index.json"
+    table = json.loads(path.read_text())["weight_map"] | index
+    path.write_text(json.dumps({"weight_map": table}))
+    return model_dir
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    twice = {"lm_head.weight": torch.zeros(512, 256, dtype=torch.bfloat16), "x": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is in model.safetensors and in second.safetensors"):
+        load(sharded(tmp_path, twice, {"x": "second.safetensors"}))
+
+
+def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"says that lm_head.weight is in second.safetensors, found in model"):
+        load(sharded(tmp_path, {"x": torch.zeros(1)}, {"lm_head.weight": "second.safetensors"}))
+
+
+@pytest.mark.parametrize("text", ['{"x": 1}', '{"weight_map": null}', '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_is_a_clean_error(tmp_path: Path, text: str) -> None:
+    make_tiny(tmp_path, "dsv3")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="weight_map"):
         load(tmp_path)
 
 

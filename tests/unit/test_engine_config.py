@@ -1,9 +1,11 @@
 """Strict reading of config.json: what is read, what is refused, by name."""
 
+from pathlib import Path
+
 import pytest
 
-from tilert_ref.engine.config import ConfigError, parse_config
-from tilert_ref.engine.make_tiny import ARCHS, tiny_config
+from tilert_ref.engine.config import ConfigError, load_config, parse_config
+from tilert_ref.engine.make_tiny import ARCHS, make_tiny, tiny_config
 from tilert_ref.engine.ref import load_engine
 
 
@@ -36,11 +38,53 @@ def test_every_family_member_parses(arch: str) -> None:
         ({"kv_lora_rank": None}, "kv_lora_rank"),
         ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
         ({"rope_interleave": False}, "rope_interleave"),
+        # Said twice, and not the same: loaders differ in which one they believe.
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000}}, "rope_parameters .* contradicts"),
+        ({"rope_parameters": {"rope_theta": 50000}, "rope_scaling": None}, "rope_parameters .* contradicts"),
+        # Types are checked, not coerced: bool("false") is true.
+        ({"norm_topk_prob": "false"}, "norm_topk_prob = 'false'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"eos_token_id": "497"}, "eos_token_id = '497'"),
+        ({"eos_token_id": 497.0}, "eos_token_id"),
+        ({"hidden_size": 256.9}, "hidden_size = 256.9"),
+        ({"hidden_size": "abc"}, "hidden_size = 'abc'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"quantization_config": "fp8"}, "fp8"),
+        ({"torch_dtype": "float16"}, "torch_dtype"),
+        # Routing that the experts can't satisfy.
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 4 reachable"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"topk_group": 0}, "topk_group"),
+        ({"topk_group": -1}, "topk_group"),
+        ({"n_group": 8, "topk_group": 4}, "needs two experts"),
     ],
 )
 def test_a_key_that_changes_the_maths_is_refused_by_name(change: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_config(tiny_config("dsv3", **change))
+
+
+@pytest.mark.parametrize(
+    "key",
+    "routed_scaling_factor num_experts_per_tok topk_group n_group norm_topk_prob first_k_dense_replace "
+    "n_routed_experts n_shared_experts moe_intermediate_size q_lora_rank rope_theta".split(),
+)
+def test_a_missing_number_is_not_guessed(key: str) -> None:
+    """Hugging Face's defaults differ between classes: 2.5 for V3's scaling factor, 1.8 for GLM-4.7's, 1 for V2's."""
+    raw = tiny_config("dsv3")
+    del raw[key]
+    with pytest.raises(ConfigError, match=f"'{key}' is missing"):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(("text", "named"), [("{", "not valid JSON"), ("[1]", "holds a JSON list")])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_broken_json_names_the_file(file: str, text: str, named: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "dsv3")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=f"{file}: {named}"):
+        load_config(tmp_path)
 
 
 def test_transformers_5_spelling_means_the_same() -> None:

@@ -1,12 +1,13 @@
 """A safetensors checkpoint as a strict, lazily read mapping: every tensor is taken once or the load fails."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from tilert_ref.engine.config import read_json
 
 Progress = Callable[[str], None]
 
@@ -26,7 +27,7 @@ class Checkpoint:
         self.directory = Path(model_dir)
         self.progress = progress
         self.files = {path.name: self._open(path) for path in self._paths()}
-        self.home = {name: file for file, handle in self.files.items() for name in handle.keys()}  # noqa: SIM118
+        self.home = self._locate()
         self.left = set(self.home)
         self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
         self.read_bytes, self.reported = 0, 0
@@ -49,6 +50,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: weight {name} has shape {list(tensor.shape)}, not {list(shape)}")
         if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
             raise CheckpointError(f"{self.directory}: weight {name} is {tensor.dtype}; quantised weights come later")
+        if tensor.dtype not in (dtype, torch.bfloat16):
+            raise CheckpointError(f"{self.directory}: weight {name} is {tensor.dtype}, legal: {dtype} without rounding")
         self.left.discard(name)
         self._report(tensor.nbytes)
         return tensor.to(dtype).contiguous()
@@ -63,15 +66,39 @@ class Checkpoint:
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise CheckpointError(f"{self.directory}: {len(names)} weight(s) that this model has no place for: {shown}")
 
+    @property
+    def _index(self) -> Path:
+        return self.directory / "model.safetensors.index.json"
+
     def _paths(self) -> list[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return [self.directory / file for file in files]
+        if self._index.is_file():
+            return [self.directory / file for file in sorted(set(self._weight_map().values()))]
         single = self.directory / "model.safetensors"
         if not single.is_file():
             raise CheckpointError(f"{self.directory}: neither model.safetensors nor model.safetensors.index.json")
         return [single]
+
+    def _weight_map(self) -> dict[str, str]:
+        """The index's tensor -> file table."""
+        table = read_json(self._index).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise CheckpointError(
+                f"{self._index}: weight_map must be an object of file names, got {type(table).__name__}"
+            )
+        return table
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor -> file, as found. Raises CheckpointError if a tensor is there twice or not where the index says."""
+        found = dict[str, str]()
+        for file, handle in self.files.items():
+            for name in handle.keys():  # noqa: SIM118
+                if name in found:
+                    raise CheckpointError(f"{self.directory}: weight {name} is in {found[name]} and in {file}")
+                found[name] = file
+        for name, file in self._weight_map().items() if self._index.is_file() else ():
+            if found.get(name) != file:
+                raise CheckpointError(f"{self._index}: says that {name} is in {file}, found in {found.get(name)}")
+        return found
 
     def _open(self, path: Path) -> safe_open:
         try:

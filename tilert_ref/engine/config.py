@@ -7,7 +7,7 @@ not to change the maths; anything else is an error, because an ignored key is a 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,17 @@ ARCHITECTURES = (
     "GlmMoeDsaForCausalLM",
 )
 
-# Architecture -> what its config.json may leave out (Hugging Face configuration classes' defaults that matter).
-_V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
-_V2_ROUTING = {"scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False}
-ROUTING_DEFAULTS: dict[str, dict[str, Any]] = dict.fromkeys(ARCHITECTURES, _V3_ROUTING) | {
+# What the published config.json files of an architecture leave out, because its reference code fixes it.
+_V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_V2_ROUTING = {"scoring_func": "softmax", "topk_method": "greedy"}
+ROUTING_DEFAULTS: dict[str, dict[str, str]] = dict.fromkeys(ARCHITECTURES, _V3_ROUTING) | {
     "DeepseekV2ForCausalLM": _V2_ROUTING
 }
 
 # Keys that say nothing about the maths of a forward pass.
 IGNORED_KEYS = frozenset(
     (
-        *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path"),
+        *("architectures", "model_type", "transformers_version", "auto_map", "_name_or_path"),
         *("use_cache", "initializer_range", "bos_token_id", "pad_token_id", "head_dim", "num_key_value_heads"),
         *("attention_dropout", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef"),
         *("ep_size", "pretraining_tp", "max_window_layers", "chunk_size_feed_forward", "is_encoder_decoder"),
@@ -40,6 +40,8 @@ IGNORED_KEYS = frozenset(
 
 # Keys that would change the maths, with the values that leave it as implemented here.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "torch_dtype": ("bfloat16", None),
+    "dtype": ("bfloat16", None),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -138,22 +140,49 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+_REQUIRED = object()
+
+
 class _Keys:
-    """Hands out a mapping's keys once and knows which were never asked for."""
+    """Hands out a mapping's values with their JSON types checked, and knows which keys were never asked for.
+
+    A key without a default must be there: Hugging Face's own defaults differ between architectures and versions, so a
+    missing number is not guessed. null counts as absent where there is a default.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where, self.read = values, where, set[str]()
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: Any = _REQUIRED) -> Any:
         self.read.add(key)
         value = self.values.get(key)
+        if value is None and default is _REQUIRED:
+            raise ConfigError(f"{self.where}: key {key!r} is missing")
         return default if value is None else value
 
-    def need(self, key: str, kind: Callable[[Any], Any] = int) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ConfigError(f"{self.where}: key {key!r} is missing")
-        return kind(value)
+    def integer(self, key: str, default: Any = _REQUIRED, at_least: int = 0) -> Any:
+        value = self.get(key, default)
+        if value is not default and (type(value) is not int or value < at_least):
+            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: an integer of at least {at_least}")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: a finite number of at least 0")
+        return float(value)
+
+    def flag(self, key: str, default: Any = _REQUIRED) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: true, false")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: an object")
+        return value
 
     def refuse_leftovers(self, ignored: frozenset[str] = frozenset()) -> None:
         for key, legal in NEUTRAL_VALUES.items():
@@ -168,44 +197,32 @@ class _Keys:
 def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[int, ...] = ()) -> ModelConfig:
     """Raw config.json values -> ModelConfig. Raises ConfigError. `eos` adds generation_config.json's stop ids."""
     keys = _Keys(raw, where)
-    arch = _architecture(keys)
-    routing = ROUTING_DEFAULTS[arch]
-    layers = keys.need("num_hidden_layers")
+    layers = keys.integer("num_hidden_layers", at_least=1)
     config = ModelConfig(
-        architecture=arch,
-        vocab_size=keys.need("vocab_size"),
-        hidden_size=keys.need("hidden_size"),
+        architecture=_architecture(keys),
+        vocab_size=keys.integer("vocab_size", at_least=1),
+        hidden_size=keys.integer("hidden_size", at_least=1),
         num_hidden_layers=layers,
-        num_nextn_predict_layers=int(keys.get("num_nextn_predict_layers", keys.get("num_mtp_layers", 0))),
-        max_position_embeddings=keys.need("max_position_embeddings"),
-        rms_norm_eps=keys.need("rms_norm_eps", float),
-        tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
-        eos_token_ids=tuple(dict.fromkeys((*_ids(keys.get("eos_token_id")), *eos))),
-        num_attention_heads=keys.need("num_attention_heads"),
-        q_lora_rank=keys.get("q_lora_rank"),
-        kv_lora_rank=keys.need("kv_lora_rank"),
-        qk_nope_head_dim=keys.need("qk_nope_head_dim"),
-        qk_rope_head_dim=keys.need("qk_rope_head_dim"),
-        v_head_dim=keys.need("v_head_dim"),
+        num_nextn_predict_layers=keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0)),
+        max_position_embeddings=keys.integer("max_position_embeddings", at_least=1),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+        eos_token_ids=tuple(dict.fromkeys((*token_ids(keys.get("eos_token_id", None), where), *eos))),
+        num_attention_heads=keys.integer("num_attention_heads", at_least=1),
+        q_lora_rank=_nullable(keys, "q_lora_rank"),
+        kv_lora_rank=keys.integer("kv_lora_rank", at_least=1),
+        qk_nope_head_dim=keys.integer("qk_nope_head_dim", at_least=1),
+        qk_rope_head_dim=keys.integer("qk_rope_head_dim", at_least=2),
+        v_head_dim=keys.integer("v_head_dim", at_least=1),
         **_rope(keys),
-        intermediate_size=keys.need("intermediate_size"),
-        moe_intermediate_size=int(keys.get("moe_intermediate_size", 0)),
-        first_k_dense_replace=_dense_layers(keys, layers),
-        n_routed_experts=int(keys.get("n_routed_experts", 0)),
-        n_shared_experts=int(keys.get("n_shared_experts", 0)),
-        num_experts_per_tok=int(keys.get("num_experts_per_tok", 0)),
-        n_group=int(keys.get("n_group", 1)),
-        topk_group=int(keys.get("topk_group", 1)),
-        scoring_func=str(keys.get("scoring_func", routing["scoring_func"])),
-        topk_method=str(keys.get("topk_method", routing["topk_method"])),
-        norm_topk_prob=bool(keys.get("norm_topk_prob", routing["norm_topk_prob"])),
-        routed_scaling_factor=float(keys.get("routed_scaling_factor", 1.0)),
-        index_topk=keys.get("index_topk"),
-        index_n_heads=keys.get("index_n_heads"),
-        index_head_dim=keys.get("index_head_dim"),
-        indexer_rope_interleave=bool(keys.get("indexer_rope_interleave", False)),
+        intermediate_size=keys.integer("intermediate_size", at_least=1),
+        **_experts(keys, layers),
+        index_topk=keys.integer("index_topk", None, at_least=1),
+        index_n_heads=keys.integer("index_n_heads", None, at_least=1),
+        index_head_dim=keys.integer("index_head_dim", None, at_least=1),
+        indexer_rope_interleave=keys.flag("indexer_rope_interleave", False),
     )
-    if (qk := keys.get("qk_head_dim", config.qk_head_dim)) != config.qk_head_dim:
+    if (qk := keys.integer("qk_head_dim", config.qk_head_dim)) != config.qk_head_dim:
         raise ConfigError(
             f"{where}: qk_head_dim = {qk}, but qk_nope_head_dim + qk_rope_head_dim = {config.qk_head_dim}"
         )
@@ -215,6 +232,17 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[
     return config
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError that names the file."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
+    return value
+
+
 def load_config(model_dir: str | Path) -> ModelConfig:
     """Reads DIR/config.json and the stop ids of DIR/generation_config.json. Raises ConfigError, FileNotFoundError."""
     directory = Path(model_dir)
@@ -222,68 +250,109 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found: a Hugging Face checkpoint directory is expected")
     generation = directory / "generation_config.json"
-    eos = _ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.is_file() else ()
-    return parse_config(json.loads(path.read_text()), str(path), eos)
+    eos = token_ids(read_json(generation).get("eos_token_id"), str(generation)) if generation.is_file() else ()
+    return parse_config(read_json(path), str(path), eos)
+
+
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """eos_token_id: absent, one id, or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(f"{where}: eos_token_id = {value!r}, legal: a token id or a list of them")
+    return tuple(ids)
 
 
 def _architecture(keys: _Keys) -> str:
-    got = list(keys.get("architectures", []))
-    if len(got) != 1 or got[0] not in ARCHITECTURES:
+    got = keys.get("architectures")
+    if not isinstance(got, list) or len(got) != 1 or got[0] not in ARCHITECTURES:
         raise ConfigError(f"{keys.where}: architectures = {got}, implemented: one of {', '.join(ARCHITECTURES)}")
     return got[0]
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _nullable(keys: _Keys, key: str) -> int | None:
+    """A number whose null means something, so that leaving it out is not the same."""
+    if key not in keys.values:
+        raise ConfigError(f"{keys.where}: key {key!r} is missing; null is legal")
+    return keys.integer(key, None, at_least=1)
+
+
+def _experts(keys: _Keys, layers: int) -> dict[str, Any]:
+    """The keys of the feed-forward part. Routing numbers have no defaults: each changes every token."""
+    defaults = ROUTING_DEFAULTS[_architecture(keys)]
+    experts = _nullable(keys, "n_routed_experts") or 0
+    method = str(keys.get("topk_method", defaults["topk_method"]))
+    ungrouped = 1 if method == "greedy" or not experts else _REQUIRED
+    needed = _REQUIRED if experts else 0
+    return {
+        "moe_intermediate_size": keys.integer("moe_intermediate_size", needed),
+        "first_k_dense_replace": _dense_layers(keys, layers) if experts else layers,
+        "n_routed_experts": experts,
+        "n_shared_experts": (_nullable(keys, "n_shared_experts") or 0)
+        if experts
+        else keys.integer("n_shared_experts", 0),
+        "num_experts_per_tok": keys.integer("num_experts_per_tok", needed, at_least=1),
+        "n_group": keys.integer("n_group", ungrouped, at_least=1),
+        "topk_group": keys.integer("topk_group", ungrouped, at_least=1),
+        "scoring_func": str(keys.get("scoring_func", defaults["scoring_func"])),
+        "topk_method": method,
+        "norm_topk_prob": keys.flag("norm_topk_prob", *(() if experts else (False,))),
+        "routed_scaling_factor": keys.number("routed_scaling_factor", *(() if experts else (1.0,))),
+    }
 
 
 def _dense_layers(keys: _Keys, layers: int) -> int:
     """first_k_dense_replace, or the same fact spelled as a per-layer list (transformers 5: mlp_layer_types)."""
-    kinds = keys.get("mlp_layer_types")
+    kinds = keys.get("mlp_layer_types", None)
     if kinds is None:
-        return int(keys.get("first_k_dense_replace", 0))
-    dense = kinds.count("dense")
+        return keys.integer("first_k_dense_replace")
+    dense = list(kinds).count("dense")
     if list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise ConfigError(f"{keys.where}: mlp_layer_types must be dense layers followed by sparse ones, got {kinds}")
-    if keys.get("first_k_dense_replace", dense) != dense:
+    if keys.integer("first_k_dense_replace", dense) != dense:
         raise ConfigError(f"{keys.where}: first_k_dense_replace contradicts mlp_layer_types ({dense} dense layers)")
     return dense
 
 
 def _rope(keys: _Keys) -> dict[str, Any]:
-    """RoPE base and scaling; transformers 5 nests both under rope_parameters, older files keep them apart."""
-    nested = keys.get("rope_parameters") or {}
-    scaling = nested if nested else keys.get("rope_scaling")
-    keys.read.update({"rope_scaling", "rope_theta"})
-    theta = nested.get("rope_theta", keys.get("rope_theta", 10000.0))
-    return {"rope_theta": float(theta), "rope_scaling": _yarn(scaling, keys.where) if scaling else None}
+    """RoPE base and scaling; transformers 5 nests both under rope_parameters, older files keep them apart.
+
+    A file that says it both ways must say the same: loaders differ in which one they believe.
+    """
+    nested, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
+    if not nested:
+        return {"rope_theta": keys.number("rope_theta"), "rope_scaling": _yarn(scaling, keys.where)}
+    flat = _REQUIRED if keys.get("rope_theta", None) is None else keys.number("rope_theta")
+    theta = _Keys(nested, f"{keys.where}: rope_parameters").number("rope_theta", flat)
+    yarn = _yarn(nested, keys.where)
+    if flat not in (_REQUIRED, theta) or (scaling and _yarn(scaling, keys.where) != yarn):
+        raise ConfigError(f"{keys.where}: rope_parameters = {nested} contradicts rope_theta or rope_scaling beside it")
+    return {"rope_theta": theta, "rope_scaling": yarn}
 
 
 def _yarn(scaling: Mapping[str, Any], where: str) -> YarnScaling | None:
     keys = _Keys(scaling, f"{where}: rope_scaling")
     keys.read.update({"rope_theta", "type"})
-    kind = keys.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        keys.refuse_leftovers()
-        return None
-    if kind != "yarn":
+    kind = keys.get("rope_type", scaling.get("type") or "default")
+    if kind not in ("default", "yarn"):
         raise ConfigError(f"{keys.where}: type {kind!r}, implemented: 'yarn', 'default'")
-    yarn = YarnScaling(
-        factor=keys.need("factor", float),
-        original_max_position_embeddings=keys.need("original_max_position_embeddings"),
-        beta_fast=float(keys.get("beta_fast", 32)),
-        beta_slow=float(keys.get("beta_slow", 1)),
-        mscale=float(keys.get("mscale", 1.0)),
-        mscale_all_dim=float(keys.get("mscale_all_dim", 0.0)),
-    )
+    yarn = None
+    if kind == "yarn":
+        yarn = YarnScaling(
+            factor=keys.number("factor"),
+            original_max_position_embeddings=keys.integer("original_max_position_embeddings", at_least=1),
+            beta_fast=keys.number("beta_fast", 32),
+            beta_slow=keys.number("beta_slow", 1),
+            mscale=keys.number("mscale", 1.0),
+            mscale_all_dim=keys.number("mscale_all_dim", 0.0),
+        )
     keys.refuse_leftovers()
     return yarn
 
 
 def _refuse_quantised(keys: _Keys) -> None:
-    quantised = keys.get("quantization_config")
+    quantised = keys.get("quantization_config", None)
     if quantised:
-        method = quantised.get("quant_method", quantised)
+        method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
         raise ConfigError(f"{keys.where}: quantization_config {method!r}: quantised weights come with the fp8 engine")
 
 
@@ -297,8 +366,17 @@ def _check(config: ModelConfig, where: str) -> None:
     legal("num_nextn_predict_layers", 0, 1)
     if config.qk_rope_head_dim % 2:
         raise ConfigError(f"{where}: qk_rope_head_dim = {config.qk_rope_head_dim}, rotary pairs need an even number")
-    if config.n_routed_experts % max(config.n_group, 1) or config.topk_group > config.n_group:
-        raise ConfigError(
-            f"{where}: n_routed_experts {config.n_routed_experts}, n_group {config.n_group}, topk_group "
-            f"{config.topk_group}: groups must divide the experts and topk_group must not exceed n_group"
-        )
+    if config.n_routed_experts:
+        _check_routing(config, where)
+
+
+def _check_routing(config: ModelConfig, where: str) -> None:
+    experts, groups, chosen = config.n_routed_experts, config.n_group, config.topk_group
+    said = f"{where}: n_routed_experts {experts}, n_group {groups}, topk_group {chosen}"
+    if experts % groups or chosen > groups:
+        raise ConfigError(f"{said}: groups must divide the experts, and topk_group must not exceed n_group")
+    if groups > 1 and config.topk_method == "noaux_tc" and experts // groups < 2:
+        raise ConfigError(f"{said}: a group's score is the sum of its two best, so it needs two experts")
+    reachable = experts if config.topk_method == "greedy" else experts // groups * chosen
+    if config.num_experts_per_tok > reachable:
+        raise ConfigError(f"{said}: num_experts_per_tok {config.num_experts_per_tok} exceeds the {reachable} reachable")

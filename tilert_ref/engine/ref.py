@@ -130,5 +130,7 @@ def _refuse_what_is_missing(config: ModelConfig, num_mtp: int, max_seq_len: int)
         raise ValueError(f"num_mtp = {num_mtp}, legal are 0 (no drafting) to 3")
     if num_mtp and not config.num_nextn_predict_layers:
         raise ConfigError("num_nextn_predict_layers = 0: this checkpoint has no MTP layer to draft with")
+    if max_seq_len < 2:
+        raise ValueError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
     if max_seq_len > config.max_position_embeddings:
         raise ValueError(f"max_seq_len {max_seq_len} exceeds max_position_embeddings {config.max_position_embeddings}")
