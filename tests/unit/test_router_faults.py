@@ -1,6 +1,7 @@
 """The router over real sockets when vLLM, a decode node or the client fails."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,6 +128,32 @@ def test_refusals_of_the_node_keep_their_meaning(
     error_of(st.post(stream=stream), seen, code)
 
 
+@pytest.mark.parametrize("status", [400, 500, 503, 504])
+def test_a_refusing_node_can_be_asked_again_at_once(loop: Loop, status: int) -> None:
+    """It works on nothing of ours, so there is nothing to cancel."""
+    with stack(loop) as s:
+        s.node.let_cancel_answer(False)
+        s.node.plan = refusing(status, {"error": "no"})
+        assert s.post().status_code >= 400
+        s.node.plan = None
+        response = s.post()
+        assert response.status_code == 200, response.text
+        assert not s.node.cancelled.is_set()
+
+
+def test_a_refusal_that_is_no_sane_json_is_502(st: Stack) -> None:
+    st.node.plan = refusing(500, b"[" * 100_000)
+    error_of(st.post(), 502, "decode_failed")
+
+
+def test_timings_that_are_no_json_numbers_are_left_out(st: Stack) -> None:
+    end = last_line(1)
+    end["timing_ms"] |= {"wire_wait": float("nan"), "inject": float("inf"), "spread": [float("-inf")]}
+    st.node.plan = ending(end)
+    timing = json.loads(st.post().text, parse_constant=pytest.fail)["pd_timing_ms"]
+    assert timing["decode"] == 4.0 and timing.keys().isdisjoint({"wire_wait", "inject", "spread"})
+
+
 def test_a_busy_node_is_tried_again(st: Stack) -> None:
     answers = []
 
@@ -176,6 +203,9 @@ def ending(*lines: dict | bytes) -> Callable:
         ([b"no json\n"], 502, "decode_failed"),
         ([{"t": ["x"]}], 502, "decode_failed"),
         ([{"t": None}], 502, "decode_failed"),
+        ([{"t": [-1]}], 502, "decode_failed"),
+        ([{"t": [2**31]}], 502, "decode_failed"),
+        ([b"[" * 100_000 + b"\n"], 502, "decode_failed"),
         ([b"[]\n"], 502, "decode_failed"),
         ([{"done": True}], 502, "decode_failed"),
     ],

@@ -178,6 +178,11 @@ def test_numeric_strings_become_numbers_before_either_leg_sees_them() -> None:
     assert clean["top_k"] == 5 and type(clean["top_k"]) is int
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1, -(2**63)])
+def test_integers_given_as_strings_keep_every_digit(seed: int) -> None:
+    assert chat(seed=str(seed))["seed"] == seed
+
+
 @pytest.mark.parametrize(
     "raw", [b"{", b"", b"\xff", b'{"messages": NaN}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
 )

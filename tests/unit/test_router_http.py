@@ -188,6 +188,17 @@ def test_both_legs_get_the_same_sampling(loop: Loop) -> None:
         assert decode["first_token_id"] == IDS[0] and decode["max_tokens"] == 9 and decode["timeout_s"] == 120.0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_authorization_that_cannot_be_sent_on_is_400(st: Stack, stream: bool) -> None:
+    asked = len(st.vllm.asked("/v1/chat/completions")), len(st.vllm.asked("/v1/models"))
+    headers = {"Authorization": "Bearer schl\xfcssel".encode("latin-1")}
+    response = st.post(headers=headers, stream=stream)
+    error = error_of(response, 400, "invalid_parameter")
+    assert error["param"] == "Authorization" and "schl" not in response.text
+    error_of(HTTP.get(st.url + "/v1/models", headers=headers), 400, "invalid_parameter")
+    assert (len(st.vllm.asked("/v1/chat/completions")), len(st.vllm.asked("/v1/models"))) == asked
+
+
 def test_the_clients_authorization_goes_to_vllm_alone(st: Stack) -> None:
     st.openai.chat.completions.create(model="tiny", messages=MESSAGES)
     assert st.vllm.seen[-1].headers["authorization"] == "bearer secret"

@@ -80,6 +80,11 @@ def test_read_reply() -> None:
     assert got.prompt_tokens == 3 and got.prompt_token_ids == [1, 2, 3]
 
 
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+def test_an_unknown_prompt_length_counts_as_0(usage: dict | None) -> None:
+    assert read_reply(reply({"token_ids": [42]}, usage=usage), "chat", KEY, 0.0).prompt_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("choice", "endpoint"),
     [
@@ -104,12 +109,22 @@ def test_first_token(choice: dict, endpoint: str) -> None:
         reply({"token_ids": ["42"]}),
         reply({"token_ids": [True]}),
         reply({"token_ids": [-1]}),
+        reply({"token_ids": [2**31]}),
+        reply({"logprobs": {"content": [{"token": f"token_id:{2**31}"}]}}),
         reply({"logprobs": {"content": [{"token": " the"}]}}),
         reply({"logprobs": {"content": [{"token": "token_id:-4"}]}}),
         reply({"logprobs": {"content": []}}),
         reply({"token_ids": [42]}, id=None),
         reply({"token_ids": [42]}, id="chatcmpl-" + "f" * 32),
         reply({"token_ids": [42]}, usage=[1]),
+        reply({"token_ids": [42]}, usage={"prompt_tokens": "3"}),
+        reply({"token_ids": [42]}, usage={"prompt_tokens": 3.5}),
+        reply({"token_ids": [42]}, usage={"prompt_tokens": True}),
+        reply({"token_ids": [42]}, usage={"prompt_tokens": -1}),
+        reply({"token_ids": [42]}, prompt_token_ids=[1, -1]),
+        reply({"token_ids": [42]}, prompt_token_ids=[2**31]),
+        reply({"token_ids": [42]}, prompt_token_ids=7),
+        b"[" * 100_000,
     ],
 )
 def test_a_reply_that_cannot_be_used_is_502(content: bytes) -> None:

@@ -22,7 +22,7 @@ from tilert_ref.router.detokenize import Detokenizer, TextStream
 from tilert_ref.router.errors import NodeLost, RouterError, UpstreamReply
 from tilert_ref.router.fields import EndpointName
 from tilert_ref.router.pool import Node, Pool
-from tilert_ref.router.prefill import PATHS, PrefillClient, Prefilled
+from tilert_ref.router.prefill import PATHS, PrefillClient, Prefilled, forwardable
 from tilert_ref.router.replies import DONE_EVENT, Reply, event
 from tilert_ref.router.request import Request, Sampling, parse_request
 
@@ -85,15 +85,16 @@ class Router:
 
     async def _answer(self, request: Request, client: Client, key: str) -> None:
         started = time.monotonic()
+        authorization = forwardable(client.header("authorization"))
         with await self.pool.acquire(request.needs) as lease:
             queue_ms = (time.monotonic() - started) * 1e3
             node = lease.node
-            prefilled = await self.prefill.run(request, key, node.host, node.ctrl_port, client.header("authorization"))
+            prefilled = await self.prefill.run(request, key, node.host, node.ctrl_port, authorization)
             reply = Reply(request, prefilled, self._text(prefilled), started, queue_ms)
             lease.dispatched(prefilled.rid)
             body = decode_body(request, prefilled, self.config.kv_timeout_s)
             try:
-                async with aclosing(self.decode.stream(node, body)) as events:
+                async with aclosing(self.decode.stream(node, body, lease.terminated)) as events:
                     async for e in events:
                         if isinstance(e, Done):
                             # Before the answer goes out: a client that has it may send its next request at once.
@@ -135,7 +136,7 @@ class Router:
         return JSONResponse(self.pool.snapshot())
 
     async def models(self, http_request: HttpRequest) -> Response:
-        reply = await self.prefill.models(http_request.headers.get("authorization"))
+        reply = await self.prefill.models(forwardable(http_request.headers.get("authorization")))
         return Response(reply.content, reply.status_code, media_type=reply.headers.get("content-type"))
 
 

@@ -7,7 +7,7 @@ its silence, and closing the connection cancels the request at the node.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ import httpx
 
 from tilert_ref.router.errors import NodeLost, RouterError
 from tilert_ref.router.pool import Node
-from tilert_ref.router.prefill import Prefilled, describe
+from tilert_ref.router.prefill import Prefilled, describe, token_id
 from tilert_ref.router.request import Request
 
 # Errors whose meaning is the client's business: they keep their status (http-api.md 4.7).
@@ -78,12 +78,15 @@ class DecodeClient:
         self._first_line_s = kv_timeout_s + FIRST_LINE_GRACE_S
         self._stall_s = stall_timeout_s
 
-    async def stream(self, node: Node, body: dict[str, Any]) -> AsyncIterator[Tokens | Done]:
+    async def stream(
+        self, node: Node, body: dict[str, Any], on_refusal: Callable[[], None]
+    ) -> AsyncIterator[Tokens | Done]:
         """Yields Tokens, then one Done, when the node is free again.
 
-        Raises RouterError for what the node refuses, NodeLost if it went away.
+        Raises RouterError for what the node refuses, after on_refusal: a refusing node works on nothing of ours. Raises
+        NodeLost if it went away.
         """
-        async with self._open(node, body) as response:
+        async with self._open(node, body, on_refusal) as response:
             sent = 0
             lines = self._lines(node, response)
             async for line in lines:
@@ -108,7 +111,9 @@ class DecodeClient:
             raise RouterError(status, f"the decode ended as {done.finish_reason!r}", code="request_cancelled")
 
     @asynccontextmanager
-    async def _open(self, node: Node, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+    async def _open(
+        self, node: Node, body: dict[str, Any], on_refusal: Callable[[], None]
+    ) -> AsyncIterator[httpx.Response]:
         """Posts, again while the node is busy, and hands out the response once its status is 200."""
         give_up = time.monotonic() + BUSY_RETRY_S
         response = await self._post(node, body)
@@ -118,6 +123,7 @@ class DecodeClient:
             response = await self._post(node, body)
         try:
             if response.status_code != 200:
+                on_refusal()
                 raise refusal(node, response.status_code, await self._error_body(response))
             yield response
         finally:
@@ -179,7 +185,7 @@ class DecodeClient:
         reply = await self._ask(node, "GET", "/capabilities", HEALTH_TIMEOUT_S)
         try:
             return frozenset(name for name, has in reply.json()["capabilities"].items() if has is True)
-        except (ValueError, LookupError, AttributeError, TypeError):
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
             return frozenset()
 
     async def cancel(self, node: Node, rid: str) -> None:
@@ -225,21 +231,31 @@ def parse_line(line: bytes) -> Tokens | Done:
         if "error" in message:
             raise _typed_error(message, 502)
         if message.get("done") is True:
-            return Done(message["finish_reason"], message["n"], dict(message.get("timing_ms") or {}))
-        ids = message["t"]
-        if not all(type(i) is int for i in ids):
-            raise TypeError("token ids have to be integers")
-        return Tokens(ids)
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+            return Done(message["finish_reason"], message["n"], _timing(message.get("timing_ms")))
+        return Tokens([token_id(i) for i in message["t"]])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         text = f"can't read the decode node's line {line[:200]!r} ({type(e).__name__}: {e})"
         raise RouterError(502, text, code="decode_failed") from None
+
+
+def _timing(values: Any) -> dict[str, Any]:
+    """timing_ms without NaN and infinities, which Python's JSON knows and the client's may not."""
+    return {name: value for name, value in dict(values or {}).items() if _is_strict_json(value)}
+
+
+def _is_strict_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def refusal(node: Node, status: int, content: bytes) -> RouterError:
     """The client's error for a /pd/decode status other than 200."""
     try:
         message = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         message = {"error": content[:300].decode(errors="replace")}
@@ -263,7 +279,7 @@ def _typed_error(message: dict[str, Any], default_status: int) -> RouterError:
 def _works_on(status: httpx.Response, rid: str) -> bool:
     try:
         return status.json().get("current_rid") == rid
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False
 
 

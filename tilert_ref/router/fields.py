@@ -72,12 +72,20 @@ def finite(value: Any) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise BadValue("a number")
     try:
-        number = float(value) if isinstance(value, str) else value
+        number = _number(value) if isinstance(value, str) else value
         if math.isfinite(number):
             return number
     except (ValueError, OverflowError):
         pass
     raise BadValue("a finite number")
+
+
+def _number(word: str) -> float | int:
+    # Integers not by way of float: a seed has 64 bits, a float only 53.
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)
 
 
 def non_negative(value: Any) -> float | int:

@@ -84,7 +84,7 @@ class Lease:
         self._rid = rid
 
     def terminated(self) -> None:
-        """The node's last message was seen: nothing is left to cancel."""
+        """The node's last message or its refusal was seen: nothing is left to cancel."""
         self._rid = None
 
     def release(self) -> None:

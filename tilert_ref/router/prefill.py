@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tilert_ref.connector.rid import derive_rid
-from tilert_ref.router.errors import RouterError, UpstreamReply
+from tilert_ref.router.errors import RouterError, UpstreamReply, bad_field
 from tilert_ref.router.fields import EndpointName, fields_of
 from tilert_ref.router.request import Request, Sampling
 
@@ -64,9 +64,16 @@ def _logprobs(body: Mapping[str, Any], endpoint: EndpointName) -> dict[str, Any]
     return {"logprobs": True, "top_logprobs": max(1, body.get("top_logprobs") or 1)}
 
 
+def forwardable(authorization: str | None) -> str | None:
+    """The client's Authorization header if vLLM can be sent it; else RouterError 400, which doesn't quote it."""
+    if authorization and not (authorization.isascii() and authorization.isprintable()):
+        raise bad_field("Authorization", "Authorization header: legal: printable ASCII characters only")
+    return authorization
+
+
 class PrefillClient:
     """Posts prefills to one vLLM. timeout_s bounds a whole call; cancelling the task closes the connection, upon which
-    vLLM aborts the request."""
+    vLLM aborts the request. authorization is what `forwardable` returned."""
 
     def __init__(self, http: httpx.AsyncClient, base_url: str, timeout_s: float) -> None:
         self._http = http
@@ -124,18 +131,18 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
         choice = reply["choices"][0]
         rid = derive_rid(reply["id"])
         usage = reply.get("usage") or {}
-        prompt_ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        prompt_ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids") or None
         prefilled = Prefilled(
             rid=rid,
             first_token_id=first_token(choice, endpoint),
             model=reply["model"],
             created=reply["created"],
-            prompt_tokens=usage.get("prompt_tokens", 0),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
             prompt_tokens_details=usage.get("prompt_tokens_details"),
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=None if prompt_ids is None else [token_id(i) for i in prompt_ids],
             ms=ms,
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise _failed(f"prefill: can't read vLLM's reply ({type(e).__name__}: {e}): {content[:300]!r}") from None
     if rid != key:
         # Without this check the decode node would wait for KV that arrives under another key.
@@ -149,18 +156,28 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
 def first_token(choice: Mapping[str, Any], endpoint: EndpointName) -> int:
     """The id of the sampled token, from `token_ids` or from the logprob's name `token_id:N`; raises ValueError."""
     if ids := choice.get("token_ids"):
-        return _token_id(ids[0])
+        return token_id(ids[0])
     logprobs = choice["logprobs"]
     name = logprobs["content"][0]["token"] if endpoint == "chat" else logprobs["tokens"][0]
     prefix, _, number = name.partition(":")
     if prefix != "token_id" or not number.isdecimal():
         raise ValueError(f"the first token is named {name!r}, not token_id:N; is this vLLM?")
-    return int(number)
+    return token_id(int(number))
 
 
-def _token_id(value: Any) -> int:
-    if type(value) is not int or value < 0:
+def token_id(value: Any) -> int:
+    """Raises ValueError unless value is an integer from 0 to 2**31 - 1."""
+    if type(value) is not int or not 0 <= value < 2**31:
         raise ValueError(f"{value!r} is not a token id")
+    return value
+
+
+def _count(value: Any) -> int:
+    """A number of tokens; unknown counts as 0."""
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a number of tokens")
     return value
 
 
