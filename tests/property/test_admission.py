@@ -19,6 +19,7 @@ from tilert_ref.connector.admission import (
     DoneReceived,
     Evicted,
     Expected,
+    GaveUp,
     NotClaimable,
     Released,
     Reply,
@@ -45,6 +46,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.writers: dict[int, Accept] = {}  # accepted, not done, not closed
         self.done: dict[int, set[int]] = {}  # generation -> ranks
         self.prompts: dict[int, Announce] = {}  # generation -> first accepted announce
+        self.given_up: dict[int, set[int]] = {}  # generation -> ranks
+        self.left: dict[int, float] = {}  # generation -> when a writer was last seen to leave
         self.started: dict[int, float] = {}
         self.completed: dict[int, float] = {}
         self.current = 0  # newest generation
@@ -90,6 +93,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if isinstance(reply.message, Accept):
             self.check_accept(announce, reply.message, [a for a in actions if isinstance(a, Evicted)])
             self.open[conn] = self.writers[conn] = reply.message
+            self.given_up[self.current].discard(announce.rank)
         else:
             assert actions == [reply, Close(conn)]
             self.check_reject(announce, reply.message)
@@ -105,8 +109,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         if not counts:
             assert actions == [Close(conn)]
             return
-        self.writers.pop(conn, None)
+        self.leave(conn)
         self.done[self.current].add(accept.rank)
+        self.given_up[self.current].discard(accept.rank)
         if self.done[self.current] == self.senders and self.current not in self.completed:
             self.completed[self.current] = self.now
             self.check_completed(actions)
@@ -117,14 +122,25 @@ class AdmissionMachine(RuleBasedStateMachine):
     def give_up(self, conn: int) -> None:
         accept = self.open[conn] or Accept(rid="a", rank=0, generation=1)
         done = Done(rid=accept.rid, rank=accept.rank, generation=accept.generation)
-        assert self.admission.handle(DoneReceived(conn, done), self.now) == [Close(conn)]
+        actions = self.admission.handle(DoneReceived(conn, done), self.now)
+        current = self.open[conn] is not None and self.held and accept.generation == self.current
+        retried = any(other != conn and writer.rank == accept.rank for other, writer in self.writers.items())
+        if current and not self.cancelling and not retried and accept.rank not in self.done[self.current]:
+            assert actions == [Close(conn), GaveUp(accept.rid, self.current)]
+            self.given_up[self.current].add(accept.rank)
+        else:
+            assert actions == [Close(conn)], "a stale give-up changes nothing"
+
+    def leave(self, conn: int) -> None:
+        if accept := self.writers.pop(conn, None):
+            self.left[accept.generation] = self.now
 
     @rule(conn=consumes(connections), again=st.booleans())
     def close(self, conn: int, again: bool) -> None:
         for _ in range(1 + again):
             assert self.admission.handle(Closed(conn), self.now) == []
         del self.open[conn]
-        self.writers.pop(conn, None)
+        self.leave(conn)
         if self.cancelling and not self.writers:
             self.held = self.cancelling = False
 
@@ -181,7 +197,10 @@ class AdmissionMachine(RuleBasedStateMachine):
             return False
         if self.is_complete():
             return self.now >= self.completed[self.current] + UNCLAIMED_GRACE_S
-        return self.now >= self.started[self.current] + TIMEOUT
+        if self.now >= self.started[self.current] + TIMEOUT:
+            return True
+        nobody_else_comes = len(self.senders) == 1 or len(self.given_up[self.current]) > 0
+        return nobody_else_comes and self.now >= self.left[self.current] + UNCLAIMED_GRACE_S
 
     def tombstoned(self, rid: str) -> bool:
         return self.tombstones.get(rid, -math.inf) > self.now
@@ -207,7 +226,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert evicted == ([Evicted(self.rid(), self.current)] if self.is_complete() else [])
         self.current, self.held = accept.generation, True
         self.prompts[self.current], self.started[self.current] = announce, self.now
-        self.done[self.current] = set()
+        self.done[self.current], self.given_up[self.current] = set(), set()
 
     def check_reject(self, announce: Announce, reject: Reject) -> None:
         """Every reject has its cause, in the order of the table."""

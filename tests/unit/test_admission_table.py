@@ -18,6 +18,7 @@ from tilert_ref.connector.admission import (
     Event,
     Evicted,
     Expected,
+    GaveUp,
     NotClaimable,
     Record,
     Released,
@@ -182,6 +183,66 @@ def test_a_dead_transfer_is_given_away_after_the_timeout() -> None:
     assert reason(desk.announce("c3", "b")) == "accepted"
 
 
+@pytest.mark.parametrize("says_so", [False, True])
+def test_an_abandoned_transfer_of_the_only_sender_is_given_away_after_the_grace(says_so: bool) -> None:
+    desk = Desk()
+    desk.announce("c1", "a")
+    desk.now = 50.0
+    if says_so:
+        assert desk.done("c1", done=False) == [Close("c1"), GaveUp("a", 1)]
+    desk.handle(Closed("c1"))
+    desk.now = 50.0 + UNCLAIMED_GRACE_S - 0.5
+    assert desk.announce("c2", "b") == Reject(error="busy", rid="b", busy_rid="a", busy_state="TRANSFERRING")
+    desk.handle(Closed("c1"))  # repeated: the grace does not start anew
+    desk.now = 50.0 + UNCLAIMED_GRACE_S
+    assert not desk.admission.busy(desk.now)
+    assert desk.announce("c3", "b") == Accept(rid="b", rank=0, generation=2)
+
+
+def test_of_several_senders_only_one_that_gives_up_shortens_the_wait() -> None:
+    desk = Desk(senders=2)
+    desk.announce("c1", "a")
+    desk.done("c1")
+    desk.announce("c2", "a", rank=1)
+    desk.handle(Closed("c2"))
+    desk.now = TIMEOUT / 2
+    assert reason(desk.announce("c3", "b")) == "busy"  # rank 1 may come back
+    desk.announce("c4", "a", rank=1)
+    assert desk.done("c4", done=False) == [Close("c4"), GaveUp("a", 1)]
+    desk.now += 10
+    assert reason(desk.announce("c5", "b")) == "busy"  # it is not closed: its writes may be in flight
+    desk.handle(Closed("c4"))
+    desk.now += UNCLAIMED_GRACE_S
+    assert reason(desk.announce("c6", "b")) == "accepted"
+
+
+def test_a_rank_that_comes_back_has_not_given_up() -> None:
+    desk = Desk(senders=2)
+    desk.announce("c1", "a")
+    desk.done("c1", done=False)
+    desk.handle(Closed("c1"))
+    assert desk.announce("c2", "a") == Accept(rid="a", rank=0, generation=1)
+    desk.done("c2")
+    desk.now = TIMEOUT - 1
+    assert reason(desk.announce("c3", "b")) == "busy"  # rank 1 has not come yet
+    desk.announce("c4", "a", rank=1)
+    assert isinstance(desk.done("c4")[-1], Completed)
+
+
+@pytest.mark.parametrize("retry_is_done", [False, True])
+def test_a_stale_give_up_changes_nothing(retry_is_done: bool) -> None:
+    desk = Desk(senders=2)
+    desk.announce("c1", "a")
+    desk.announce("c2", "a")
+    if retry_is_done:
+        desk.done("c2")
+    assert desk.done("c1", done=False) == [Close("c1")]
+    desk.handle(Closed("c1"))
+    desk.handle(Closed("c2"))
+    desk.now = TIMEOUT - 1
+    assert reason(desk.announce("c3", "b")) == "busy"
+
+
 def test_a_rank_that_lost_its_connection_may_come_back() -> None:
     desk = Desk()
     desk.announce("c1", "a")
@@ -247,11 +308,12 @@ def test_permanent_refusals(fields: dict[str, Any], error: str) -> None:
     assert isinstance(reply, Accept) or not reply.transient
 
 
-@pytest.mark.parametrize("wrong", [{"rid": "b"}, {"rank": 1}, {"generation": 2}, {"done": False}])
-def test_done_must_repeat_what_was_accepted(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"rid": "b"}, {"rank": 1}, {"generation": 2}])
+@pytest.mark.parametrize("said", [True, False])
+def test_done_must_repeat_what_was_accepted(wrong: dict[str, Any], said: bool) -> None:
     desk = Desk(senders=2)
     desk.announce("c1", "a")
-    assert desk.done("c1", **wrong) == [Close("c1")]
+    assert desk.done("c1", done=said, **wrong) == [Close("c1")]
     assert desk.admission.snapshot(0)["done_ranks"] == []
     assert desk.state == "TRANSFERRING"
 

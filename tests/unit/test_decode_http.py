@@ -115,6 +115,7 @@ DOUBLE = ["--engine", "decode_doubles:load_engine", "--kv-cache-dtype", "bf16", 
 CONFIG = """{
     "architectures": ["DeepseekV32ForCausalLM"],
     "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "n_routed_experts": null,
     "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
     "v_head_dim": 32, "intermediate_size": 64, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 128
 }"""
@@ -266,6 +267,22 @@ def test_schema_violations(double: Server, content: str) -> None:
     reply = double.client.post("/pd/decode", content=content, headers={"content-type": "application/json"})
     assert reply.status_code == 422
     assert all({"type", "loc", "msg"} <= set(item) for item in reply.json()["detail"])
+
+
+@pytest.mark.parametrize("rid", ['""', '"\\ud800"', f'"{"x" * 257}"'], ids=["empty", "surrogate", "long"])
+def test_rids_that_replies_cannot_carry(double: Server, rid: str) -> None:
+    for path in ("/pd/decode", "/pd/cancel"):
+        content = f'{{"rid": {rid}, "first_token_id": 1, "timeout_s": 0.1}}'
+        reply = double.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert (reply.status_code, reply.json()["detail"][0]["loc"]) == (422, ["body", "rid"])
+    assert double.idle()
+
+
+def test_a_prompt_that_fills_the_buffer(double: Server) -> None:
+    assert isinstance(double.sender.offer("full", 256), Accept)
+    status, reply = double.decode("full")
+    assert (status, reply["error_type"]) == (400, "invalid_parameter")
+    assert "256 tokens" in reply["error"] and "1 to 255" in reply["error"]
 
 
 def test_busy(double: Server) -> None:

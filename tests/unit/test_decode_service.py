@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -238,6 +239,19 @@ def test_kv_that_does_not_come(outcome: Exception, status: int, content: dict[st
 def test_engine_failures(script: list[Any], status: int, error_type: str | None) -> None:
     error = Node(script).failure()
     assert (error.status, error.body.get("error_type"), error.body["rid"]) == (status, error_type, "r")
+
+
+@pytest.mark.parametrize("seq_len", [128, 129])
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused_by_name(seq_len: int) -> None:
+    node = Node(outcome=replace(RECORD, seq_len=seq_len))
+    error = node.failure()
+    assert (error.status, error.body["error_type"], error.body["rid"]) == (400, "invalid_parameter", "r")
+    assert f"has {seq_len} tokens" in error.body["error"] and "max_seq_len is 128" in error.body["error"]
+    assert node.log == ["expect", "release"]
+
+
+def test_the_longest_legal_prompt() -> None:
+    assert run(Node(outcome=replace(RECORD, seq_len=127)).complete())["seq_len"] == 127
 
 
 @pytest.mark.parametrize("ready", [None, Ready("Fake", ALL, 128)])

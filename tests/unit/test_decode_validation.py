@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tilert_ref.connector.layout import model_profile, profile
 from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
@@ -82,6 +83,8 @@ def test_capabilities_open_fields() -> None:
         ({"max_tokens": 2**31}, 400, "invalid_parameter"),
         ({"first_token_id": -1}, 400, "invalid_parameter"),
         ({"top_logprobs": -1}, 400, "invalid_parameter"),
+        ({"timeout_s": 0}, 400, "invalid_parameter"),
+        ({"timeout_s": 86401}, 400, "invalid_parameter"),
         ({"timeout_s": -1}, 400, "invalid_parameter"),
         ({"timeout_s": float("nan")}, 400, "invalid_parameter"),
         ({"timeout_s": float("inf")}, 400, "invalid_parameter"),
@@ -92,6 +95,24 @@ def test_refused_bodies(fields: dict[str, Any], status: int, error_type: str) ->
     with pytest.raises(DecodeError) as caught:
         check_body(body(**fields), ALL)
     assert (caught.value.status, caught.value.body["error_type"]) == (status, error_type)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("rid", value) for value in ("", "x" * 257, "\ud800", "a\udfffb", 7)),
+        *(("first_token_id", value) for value in (True, "5", 5.0, None)),
+    ],
+)
+def test_bodies_outside_the_schema(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        body(**{field: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+def test_limits_are_legal() -> None:
+    got = body(rid="\N{GRINNING FACE}" * 256, first_token_id=0, timeout_s=86400)
+    assert check_body(got, ALL) == SamplingParams()
 
 
 def test_logprobs_need_the_capability() -> None:

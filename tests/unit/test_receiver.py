@@ -235,6 +235,27 @@ def test_sender_that_gives_up_fails_the_consumer_at_once(server: ReceiveServer) 
     assert server.wait("r", 20, NEVER).generation == accept.generation
 
 
+def test_give_up_of_an_earlier_connection_does_not_fail_a_complete_record(server: ReceiveServer) -> None:
+    earlier = Client.of(server)
+    accept = earlier.announce(announce())
+    hand_off(server, announce())
+    earlier.done(accept, done=False)
+    assert earlier.closed()
+    assert server.wait("r", 20, NEVER).generation == accept.generation
+
+
+def test_given_up_transfer_makes_room_and_stays_failed(server: ReceiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client.of(server)
+    client.done(client.announce(announce("a")), done=False)
+    assert client.closed()
+    assert Client.of(server).announce(announce("b")).error == "busy"  # still within its grace
+    monkeypatch.setattr(admission, "UNCLAIMED_GRACE_S", 0.0)
+    hand_off(server, announce("b"))
+    with pytest.raises(HandoffFailed, match="gave up on the KV of 'a'"):
+        server.wait("a", 20, NEVER)
+    assert server.wait("b", 20, NEVER).rid == "b"
+
+
 @pytest.mark.parametrize(
     ("message", "error", "detail"),
     [

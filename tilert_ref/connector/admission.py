@@ -25,7 +25,7 @@ from tilert_ref.connector.layout import BufferLayout
 
 UNCLAIMED_GRACE_S = 2.0
 """How long a complete record waits for its consumer before another request may take the buffer. The consumer normally
-comes a few milliseconds later, with the router's decode call."""
+comes a few milliseconds later, with the router's decode call. An abandoned transfer waits as long for its sender."""
 
 Conn = Hashable
 
@@ -131,7 +131,15 @@ class Evicted:
     generation: int
 
 
-Action = Reply | Close | Completed | Evicted
+@dataclass(frozen=True)
+class GaveUp:
+    """A sender said that its rank of this request will not be done. It may still announce again."""
+
+    rid: str
+    generation: int
+
+
+Action = Reply | Close | Completed | Evicted | GaveUp
 
 
 class NotClaimable(Exception):
@@ -147,12 +155,19 @@ class _Slot:
     completed_at: float = 0.0
     claimed: bool = False
     done_ranks: set[int] = field(default_factory=set)
+    given_up: set[int] = field(default_factory=set)  # ranks that said so and have not come back
     writers: set[Conn] = field(default_factory=set)
+    left_at: float = 0.0  # when the last writer left
     prompt_token_ids: list[int] | None = None
 
     @property
     def rid(self) -> str:
         return self.announce.rid
+
+    def leave(self, conn: Conn, now: float) -> None:
+        if conn in self.writers:
+            self.writers.remove(conn)
+            self.left_at = now
 
     def record(self) -> Record:
         first = self.announce
@@ -175,7 +190,8 @@ class Admission:
     Args:
         senders: ranks whose done completes a request.
         max_seq_len: capacity of the buffer, tokens.
-        request_timeout: seconds; life of a tombstone, and patience with a transfer whose writers are all gone.
+        request_timeout: seconds; life of a tombstone, and patience with a transfer whose writers are all gone while
+            other ranks may still come.
         layout: if given, announces whose geometry does not fit it are refused.
     """
 
@@ -275,6 +291,7 @@ class Admission:
             self._slot = _Slot(announce, self._generation, self._now)
         slot = self._slot
         slot.writers.add(conn)
+        slot.given_up.discard(announce.rank)
         slot.prompt_token_ids = slot.prompt_token_ids or announce.prompt_token_ids
         accept = Accept(rid=announce.rid, rank=announce.rank, generation=slot.generation)
         self._connections[conn] = accept
@@ -282,21 +299,32 @@ class Admission:
 
     def _done(self, conn: Conn, done: Done) -> list[Action]:
         accept, slot = self._accepted(conn), self._slot
-        if accept is None or not done.done or not _repeats(done, accept):
+        if accept is None or not _repeats(done, accept):
             return [Close(conn)]
         if slot is None or slot.generation != accept.generation or slot.state is State.CANCELLING:
             return [Close(conn)]
-        slot.writers.discard(conn)
+        if not done.done:
+            return [Close(conn), *self._give_up(slot, conn, accept)]
+        slot.leave(conn, self._now)
         slot.done_ranks.add(accept.rank)
+        slot.given_up.discard(accept.rank)
         if slot.state is State.TRANSFERRING and slot.done_ranks >= self._senders:
             slot.state, slot.completed_at = State.COMPLETE, self._now
             return [Close(conn), Completed(slot.record())]
         return [Close(conn)]
 
+    def _give_up(self, slot: _Slot, conn: Conn, accept: Accept) -> list[Action]:
+        """Stale if its rank is done or tries on another connection. This one stays a writer until it is closed."""
+        retried = any(self._connections[other].rank == accept.rank for other in slot.writers - {conn})
+        if accept.rank in slot.done_ranks or retried:
+            return []
+        slot.given_up.add(accept.rank)
+        return [GaveUp(slot.rid, slot.generation)]
+
     def _closed(self, conn: Conn) -> list[Action]:
         self._connections.pop(conn, None)
         if self._slot:
-            self._slot.writers.discard(conn)
+            self._slot.leave(conn, self._now)
             if self._slot.state is State.CANCELLING and not self._slot.writers:
                 self._slot = None
         return []
@@ -389,7 +417,11 @@ class Admission:
             return False
         if slot.state is State.COMPLETE:
             return now - slot.completed_at >= UNCLAIMED_GRACE_S
-        return now - slot.started_at >= self._request_timeout
+        if now - slot.started_at >= self._request_timeout:
+            return True
+        # Of several senders, one may come minutes after another: no writer is then no sign of an end.
+        abandoned = len(self._senders) == 1 or bool(slot.given_up)
+        return abandoned and now - slot.left_at >= UNCLAIMED_GRACE_S
 
 
 def _repeats(done: Done, accept: Accept) -> bool:

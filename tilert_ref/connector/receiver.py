@@ -37,6 +37,7 @@ from tilert_ref.connector.admission import (
     Event,
     Evicted,
     Expected,
+    GaveUp,
     Record,
     Released,
     Reply,
@@ -245,8 +246,6 @@ class ReceiveServer:
                 done = codec.decode_done(connection.receive(self._done_deadline()))
                 self._apply(DoneReceived(conn, done))
                 finished = done.done
-                if not finished and (done.rid, done.generation) == (reply.rid, reply.generation):
-                    self._gave_up(done.rid)
         finally:
             if accepted and not finished and not self._transport.fenced:
                 self._closing.wait(SETTLE_S)
@@ -283,12 +282,6 @@ class ReceiveServer:
             logger.warning("refused rank %d of %r: %s", announce.rank, announce.rid, wire.describe(replies[0]))
         return replies[0]
 
-    def _gave_up(self, rid: str) -> None:
-        """Ours only (protocol.md 3.2: any other server takes it as a rank that is not done)."""
-        with self._changed:
-            self._failed_rid = rid
-            self._changed.notify_all()
-
     def _apply(self, event: Event) -> list[Action]:
         """Feeds the state machine and does what concerns records and the transport; replies are left to the caller."""
         with self._changed:
@@ -301,11 +294,14 @@ class ReceiveServer:
     def _note(self, action: Action) -> None:
         match action:
             case Reply(_, Accept(rid=rid, generation=generation)):
-                self._failed_rid = None
+                if self._failed_rid == rid:
+                    self._failed_rid = None
                 self._admit(rid, write_tag(rid, generation))
             case Completed(record):
                 self._admit(None, None)
                 self._records[record.rid] = record
+            case GaveUp(rid, _):  # ours only (protocol.md 3.2: any other server takes it as a rank that is not done)
+                self._failed_rid = rid
             case Evicted(rid, _):
                 self._records.pop(rid, None)
                 logger.warning("the KV of %r was not claimed in time and makes room for another request", rid)

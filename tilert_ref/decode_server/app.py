@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from tilert_ref.decode_server.service import DecodeService, Lease
-from tilert_ref.decode_server.validation import DecodeBody, DecodeError
+from tilert_ref.decode_server.validation import DecodeBody, DecodeError, Rid
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ SEND_TIMEOUT_S = 30.0
 
 
 class CancelBody(BaseModel):
-    rid: str
+    rid: Rid
 
 
 class ClientStalled(Exception):

@@ -139,6 +139,7 @@ class DecodeService:
         sampling = self._validate(lease.body)
         self.receiver.expect(lease.rid)
         record = await self._wait_for_kv(lease)
+        self._check_room(record)
         decode = Decode(lease, record, Timing(wire_wait=_ms_since(lease.started)))
         await self._inject(decode, sampling)
         self.receiver.release(lease.rid)
@@ -173,6 +174,14 @@ class DecodeService:
             raise DecodeError(502, str(error), "kv_transfer_failed", lease.rid) from None
         except HandoffError as error:
             raise DecodeError(503, str(error), "receiver_unavailable", lease.rid) from None
+
+    def _check_room(self, record: Record) -> None:
+        """The buffer holds max_seq_len tokens, but a sequence of that length has no room for the first new token."""
+        limit = self.engine.ready.max_seq_len
+        if record.seq_len >= limit:
+            legal = f"legal are 1 to {limit - 1}, the engine's max_seq_len is {limit}"
+            text = f"the prompt has {record.seq_len} tokens; {legal}"
+            raise DecodeError(400, text, "invalid_parameter", record.rid)
 
     async def _inject(self, decode: "Decode", sampling: SamplingParams) -> None:
         lease, body = decode.lease, decode.lease.body

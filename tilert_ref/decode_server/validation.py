@@ -8,9 +8,9 @@ that the table doesn't know are left alone, as in TileRT: newer routers must be 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, Field, StrictInt
 
 from tilert_ref.engine.api import Capabilities, SamplingParams
 
@@ -46,11 +46,23 @@ def unavailable(text: str) -> DecodeError:
     return DecodeError(501, text, "capability_unavailable")
 
 
+def _is_utf8(rid: str) -> str:
+    try:
+        rid.encode()
+    except UnicodeEncodeError:
+        raise ValueError("rid must be text that UTF-8 can encode, got a lone surrogate") from None
+    return rid
+
+
+Rid = Annotated[str, AfterValidator(_is_utf8), Field(min_length=1, max_length=256)]
+"""It goes into JSON replies and log lines, which a lone surrogate would break."""
+
+
 class DecodeBody(BaseModel):
     """Body of POST /pd/decode. max_tokens counts the first token; timeout_s is how long to wait for the KV, seconds."""
 
-    rid: str
-    first_token_id: int
+    rid: Rid
+    first_token_id: StrictInt
     max_tokens: int = 256
     sampling: dict[str, Any] | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -206,8 +218,8 @@ def check_body(body: DecodeBody, capabilities: Capabilities) -> SamplingParams:
         value = getattr(body, name)
         if value is not None and not low <= value < INT32_LIMIT:
             raise invalid(f"{name} must be within {low} .. {INT32_LIMIT - 1}, got {value}")
-    if not 0 <= body.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
-        raise invalid(f"timeout_s must be within 0 .. {MAX_TIMEOUT_S:.0f} seconds, got {body.timeout_s}")
+    if not 0 < body.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
+        raise invalid(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {body.timeout_s}")
     params = sampling_params(body.sampling, capabilities)
     if body.grammar_spec is not None:
         raise DecodeError(501, "this decode server has no constrained decoding (grammar_spec)", "grammar_unsupported")
