@@ -67,8 +67,11 @@ def test_a_key_that_changes_the_maths_is_refused_by_name(change: dict, named: st
 
 @pytest.mark.parametrize(
     "key",
-    "routed_scaling_factor num_experts_per_tok topk_group n_group norm_topk_prob first_k_dense_replace "
-    "n_routed_experts n_shared_experts moe_intermediate_size q_lora_rank rope_theta".split(),
+    [
+        *("routed_scaling_factor", "num_experts_per_tok", "topk_group", "n_group", "norm_topk_prob"),
+        *("first_k_dense_replace", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+        *("q_lora_rank", "rope_theta"),
+    ],
 )
 def test_a_missing_number_is_not_guessed(key: str) -> None:
     """Hugging Face's defaults differ between classes: 2.5 for V3's scaling factor, 1.8 for GLM-4.7's, 1 for V2's."""
