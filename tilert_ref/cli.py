@@ -30,7 +30,8 @@ USAGE = """usage: tilert-ref COMMAND [arguments]
 By hand, three terminals and a client:
   tilert-ref make-tiny --arch dsv3 /tmp/tiny
   tilert-ref decode-server --model-weights-dir /tmp/tiny --kv-cache-dtype bf16 --senders 1 --host 127.0.0.1
-  python -m vllm.entrypoints.openai.api_server --model /tmp/tiny --enforce-eager --return-tokens-as-token-ids \\
+  VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model /tmp/tiny --dtype bfloat16 \\
+      --max-model-len 4096 --enforce-eager --return-tokens-as-token-ids \\
       -cc.custom_ops='["all","-rotary_embedding"]' --kv-transfer-config '{{"kv_connector":"TileRTConnector",
       "kv_connector_module_path":"tilert_ref.connector.prefill_connector","kv_role":"kv_producer"}}'
   tilert-ref router --vllm-url http://127.0.0.1:8000 --decode 127.0.0.1:5556:5557 --model-path /tmp/tiny"""

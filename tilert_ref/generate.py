@@ -67,7 +67,7 @@ def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) ->
             finished = stop.value
         text = tokenizer.decode(ids)
         if finished or not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
+            print("".join(c if c.isprintable() or c == "\n" else "·" for c in text[len(shown) :]), end="", flush=True)
             shown = text
     print("\n" + (f"ids: {ids}\n" if args.ids else ""), end="")
     seconds = time.perf_counter() - start
@@ -80,6 +80,8 @@ def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) ->
 def _prompt_ids(args: argparse.Namespace) -> list[int]:
     if args.prompt_ids is not None:
         return [int(token) for token in args.prompt_ids.replace(",", " ").split()]
+    if not args.model_dir.is_dir():
+        raise FileNotFoundError(f"{args.model_dir} is not a directory: a Hugging Face checkpoint is expected")
     path = args.model_dir / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} not found; give token ids with --prompt-ids")

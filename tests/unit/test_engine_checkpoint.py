@@ -121,4 +121,4 @@ def test_progress_is_reported(tiny) -> None:
     lines = list[str]()
     load_weights(load_config(tiny("dsv3")), tiny("dsv3"), with_mtp=True, progress=lines.append)
     assert len(lines) >= 5
-    assert "GB" in lines[-1]
+    assert "MB" in lines[-1]

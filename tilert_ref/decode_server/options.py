@@ -100,7 +100,11 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
     )
     add("--num-mtp", type=int, default=3, choices=(1, 2, 3), help="draft tokens per step with --with-mtp (default 3)")
     add("--transport", default="nixl", help=f"{' or '.join(TRANSPORTS)} (default nixl; mooncake is not supported yet)")
-    add("--kv-cache-dtype", default="fp8_ds_mla", help="format of the prefill's cache: fp8_ds_mla (default) or bf16")
+    add(
+        "--kv-cache-dtype",
+        default="fp8_ds_mla",
+        help="fp8_ds_mla (default, as TileRT) or bf16; engine ref takes bf16 only so far",
+    )
     device = env.get("TILERT_PD_BUFFER_DEVICE", "cpu")
     add("--pd-buffer-device", default=device, help="memory of the receive buffer: cpu (cuda is not supported yet)")
 

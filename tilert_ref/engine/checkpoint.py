@@ -112,4 +112,4 @@ class Checkpoint:
         tenth = 10 * self.read_bytes // max(self.total_bytes, 1)
         if tenth > self.reported:
             self.reported = tenth
-            self.progress(f"weights: {self.read_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB")
+            self.progress(f"weights: {self.read_bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB")

@@ -116,7 +116,7 @@ def load_engine(
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device)
     rope = rope_table(config, room, torch.bfloat16).to(device)
-    progress(f"KV cache: {cache.rows.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers")
+    progress(f"KV cache: {cache.rows.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)")
     return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
 
 
