@@ -16,28 +16,6 @@ from tilert_ref.router import prefill as prefill_module
 from tilert_ref.router.pd_router import main
 from tilert_ref.router.request import Sampling
 
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.stop()
-
-
-@pytest.fixture(scope="module")
-def shared(loop: Loop) -> Iterator[Stack]:
-    with stack(loop) as s:
-        yield s
-
-
-@pytest.fixture
-def st(shared: Stack) -> Iterator[Stack]:
-    """The shared stack in its healthy state."""
-    yield shared
-    shared.vllm.plan = shared.node.plan = None
-    shared.await_free()
-
-
 # Answers
 
 

@@ -28,7 +28,7 @@ class KVCache:
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
         blocks = -(-max_seq_len // block_size)
-        self.latent_width, self.block_size, self.max_seq_len = config.kv_lora_rank, block_size, max_seq_len
+        self.block_size = block_size
         self.rows = torch.zeros(num_layers, blocks, block_size, config.cache_width, dtype=dtype, device=device)
         self.block_table = torch.arange(blocks, device=device)
 

@@ -26,6 +26,7 @@ class Checkpoint:
     def __init__(self, model_dir: str | Path, progress: Progress = lambda line: None):
         self.directory = Path(model_dir)
         self.progress = progress
+        self.weight_map = self._read_index()
         self.files = {path.name: self._open(path) for path in self._paths()}
         self.home = self._locate()
         self.left = set(self.home)
@@ -66,26 +67,23 @@ class Checkpoint:
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise CheckpointError(f"{self.directory}: {len(names)} weight(s) that this model has no place for: {shown}")
 
-    @property
-    def _index(self) -> Path:
-        return self.directory / "model.safetensors.index.json"
+    def _read_index(self) -> dict[str, str] | None:
+        """Tensor -> file as the index says; None without an index."""
+        index = self.directory / "model.safetensors.index.json"
+        if not index.is_file():
+            return None
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise CheckpointError(f"{index}: weight_map must be an object of file names, got {type(table).__name__}")
+        return table
 
     def _paths(self) -> list[Path]:
-        if self._index.is_file():
-            return [self.directory / file for file in sorted(set(self._weight_map().values()))]
+        if self.weight_map is not None:
+            return [self.directory / file for file in sorted(set(self.weight_map.values()))]
         single = self.directory / "model.safetensors"
         if not single.is_file():
             raise CheckpointError(f"{self.directory}: neither model.safetensors nor model.safetensors.index.json")
         return [single]
-
-    def _weight_map(self) -> dict[str, str]:
-        """The index's tensor -> file table."""
-        table = read_json(self._index).get("weight_map")
-        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-            raise CheckpointError(
-                f"{self._index}: weight_map must be an object of file names, got {type(table).__name__}"
-            )
-        return table
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file, as found. Raises CheckpointError if a tensor is there twice or not where the index says."""
@@ -95,9 +93,11 @@ class Checkpoint:
                 if name in found:
                     raise CheckpointError(f"{self.directory}: weight {name} is in {found[name]} and in {file}")
                 found[name] = file
-        for name, file in self._weight_map().items() if self._index.is_file() else ():
+        for name, file in (self.weight_map or {}).items():
             if found.get(name) != file:
-                raise CheckpointError(f"{self._index}: says that {name} is in {file}, found in {found.get(name)}")
+                raise CheckpointError(
+                    f"{self.directory}: the index says that {name} is in {file}, found in {found.get(name)}"
+                )
         return found
 
     def _open(self, path: Path) -> safe_open:
