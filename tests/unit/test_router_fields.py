@@ -44,8 +44,9 @@ def refused(call, *args, **kwargs) -> RouterError:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
         ("stop", ["\n"]),
         ("stop", "x"),
         ("logprobs", True),
@@ -69,7 +70,6 @@ def refused(call, *args, **kwargs) -> RouterError:
         ("vllm_xargs", {"a": 1}),
         ("echo", True),
         ("store", True),
-        ("include_reasoning", False),
     ],
 )
 def test_what_decode_cannot_do_is_refused_by_name(field: str, value) -> None:
@@ -112,12 +112,30 @@ def test_what_decode_cannot_do_is_refused_by_name(field: str, value) -> None:
         ("chat_template_kwargs", [1]),
         ("ignore_eos", 1),
         ("skip_special_tokens", 1),
+        ("tools", {}),
+        ("tools", ["f"]),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
+        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "function", "function": {"name": " "}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}]),
+        ("include_reasoning", 0),
     ],
 )
 def test_wrong_values_are_400_and_say_what_is_legal(field: str, value) -> None:
     error = refused(chat, stream=True, **{field: value}) if field != "stream" else refused(chat, stream=value)
     assert (error.status, error.code, error.param) == (400, "invalid_parameter", field)
     assert "legal:" in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tools", [{"type": "function", "function": {"name": "f"}}]), ("include_reasoning", False)]
+)
+def test_what_needs_a_parser_is_refused_without_one(field: str, value) -> None:
+    error = refused(parse, **{field: value})
+    assert (error.status, error.code, error.param) == (501, "capability_unavailable", field)
+    assert "--parser" in error.message
+    raw = json.dumps({"messages": MESSAGES, field: value}).encode()
+    assert parse_request(raw, "chat", Sampling(), None, parses=True).body[field] == value
 
 
 def test_neutral_values_are_accepted() -> None:

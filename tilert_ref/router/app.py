@@ -16,11 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tilert_ref.connector.rid import new_request_id
+from tilert_ref.router.answer import Answer
 from tilert_ref.router.client import Client, ClientGone, Receive, Send
 from tilert_ref.router.decode import DecodeClient, Done, Tokens, decode_body
-from tilert_ref.router.detokenize import Detokenizer, TextStream
+from tilert_ref.router.detokenize import Detokenizer
 from tilert_ref.router.errors import NodeLost, RouterError, UpstreamReply
 from tilert_ref.router.fields import EndpointName
+from tilert_ref.router.parsing import Parsing
 from tilert_ref.router.pool import Node, Pool
 from tilert_ref.router.prefill import PATHS, PrefillClient, Prefilled, forwardable
 from tilert_ref.router.replies import DONE_EVENT, Reply, event
@@ -35,12 +37,13 @@ FRESH_S = 1.0
 class Config:
     """Everything a router is made of. Times in seconds; request_timeout_s bounds a whole request.
 
-    detokenizer None means: no text, token ids only.
+    detokenizer None means: no text, token ids only. parsing None means: all text is content, tools are refused.
     """
 
     vllm_url: str
     nodes: list[Node]
     detokenizer: Detokenizer | None = None
+    parsing: Parsing | None = None
     defaults: Sampling = field(default_factory=Sampling)
     queue_timeout_s: float = 0.0
     kv_timeout_s: float = 120.0
@@ -71,7 +74,8 @@ class Router:
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 raw = await client.body(self.config.max_body_bytes)
-                request = parse_request(raw, endpoint, self.config.defaults, client.header("x-request-id"))
+                parses = self.config.parsing is not None
+                request = parse_request(raw, endpoint, self.config.defaults, client.header("x-request-id"), parses)
                 await _unless_gone(self._answer(request, client, key), client)
         except ClientGone:
             raise
@@ -90,7 +94,7 @@ class Router:
             queue_ms = (time.monotonic() - started) * 1e3
             node = lease.node
             prefilled = await self.prefill.run(request, key, node.host, node.ctrl_port, authorization)
-            reply = Reply(request, prefilled, self._text(prefilled), started, queue_ms)
+            reply = Reply(request, prefilled, self._parts(request, prefilled), started, queue_ms)
             lease.dispatched(prefilled.rid)
             body = decode_body(request, prefilled, self.config.kv_timeout_s)
             try:
@@ -106,9 +110,18 @@ class Router:
                 raise
         log.info("%s: caller id %s, node %s, %d tokens", key, request.caller_id, node, len(reply.ids))
 
-    def _text(self, prefilled: Prefilled) -> TextStream | None:
-        detokenizer = self.config.detokenizer
-        return detokenizer.stream(prefilled.prompt_token_ids or ()) if detokenizer else None
+    def _parts(self, request: Request, prefilled: Prefilled) -> Answer:
+        """The answer's text, and its parts if there is a parser. Completions are never parsed."""
+        detokenizer, parsing = self.config.detokenizer, self.config.parsing
+        prompt_ids = prefilled.prompt_token_ids or ()
+        if parsing is None or request.endpoint != "chat":
+            return Answer(detokenizer.stream(prompt_ids) if detokenizer else None)
+        return Answer(
+            parsing.detokenizer.stream(prompt_ids),
+            parsing.parser(request.body, prompt_ids),
+            reasoning=request.include_reasoning,
+            parallel=request.parallel_tool_calls,
+        )
 
     async def _pass_on(self, e: Tokens | Done, request: Request, reply: Reply, client: Client) -> None:
         if request.stream:

@@ -8,7 +8,7 @@ wrote goes out at once: whether text is incomplete is read off the bytes, never 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,11 +29,13 @@ class TextStream(Protocol):
 
 
 class Detokenizer:
-    """Makes text streams for one tokenizer. Special tokens never show; ids outside the vocabulary decode to nothing."""
+    """Makes text streams for one tokenizer. Special tokens never show, but for those in `keep`; ids outside the
+    vocabulary decode to nothing."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, keep: Collection[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._special = {i for i, token in added if token.special and token.content not in keep}
         self._byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
@@ -41,9 +43,14 @@ class Detokenizer:
         """A stream for ids that continue prompt_ids (only their last few matter)."""
         return ByteLevelStream(self) if self._byte_level else WindowStream(self, prompt_ids)
 
+    def keeping(self, tokens: Collection[str]) -> "Detokenizer":
+        """One that shows these tokens even if they are special."""
+        return Detokenizer(self.tokenizer, tokens)
+
     def decode(self, ids: Sequence[int]) -> str:
         """All ids at once, as the library does it."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        shown = [i for i in ids if not self.is_special(i)]  # the library would leave out those that are kept here too
+        return self.tokenizer.decode(shown, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special

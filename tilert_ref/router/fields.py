@@ -140,6 +140,20 @@ def messages(value: Any) -> list[Any]:
     return value
 
 
+def tools(value: Any) -> list[Any] | None:
+    """OpenAI's function tools; an empty list is none. What else is in them is vLLM's and the template's business."""
+    if not isinstance(value, list) or not all(map(_is_function, value)):
+        raise BadValue('a list of {"type": "function", "function": {"name": string, "parameters": object}}')
+    return value or None
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
+        return False
+    return isinstance(function.get("parameters"), dict | None)
+
+
 def prompt(value: Any) -> Any:
     """One prompt: text, or token ids, or a list that holds exactly one of those."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
@@ -206,7 +220,8 @@ def _no_effect(names: str, check: Callable[[Any], Any], legal: str, note: str) -
 _GRAMMAR = "No engine here decodes under a grammar yet; vLLM would constrain the first token only."
 _PENALTY = "No engine here applies penalties yet; vLLM would apply it to the first token only."
 _LOGPROBS = "Logprobs of decoded tokens come with a later release."
-_TOOLS = "Tool calls would have to be parsed out of the text; no parser is built yet."
+_PARSER = "Needs a parser for the model's answers (--parser), else 501."
+_FORCED = "A call can't be forced without a grammar; vLLM would force the first token only."
 _STOP = "Stop strings are matched on text at the router, which is not built yet."
 _SAMPLER = "The decode nodes' sampler doesn't know it; vLLM would apply it to the first token only."
 _OUTPUT = "Nothing here makes this kind of output."
@@ -265,10 +280,12 @@ FIELDS: tuple[Field, ...] = (
     *_refused("prompt_logprobs", "The prompt's logprobs are vLLM's; they are not handed through yet."),
     _empty("logprob_token_ids", _LOGPROBS),
     # Tools and constrained output.
-    _empty("tools", _TOOLS, CHAT),
-    _neutral("tool_choice", anything, ["none", "auto"], _TOOLS, CHAT),
-    Field("parallel_tool_calls", "supported", boolean, "true or false", "No effect without tools.", CHAT),
-    *_refused("functions function_call", _TOOLS, CHAT),
+    Field("tools", "supported", tools, "list of functions",
+          f"{_PARSER} vLLM puts them into the prompt, and has to run with --enable-auto-tool-choice and "
+          "--tool-call-parser.", CHAT),
+    _neutral("tool_choice", anything, ["none", "auto"], _FORCED, CHAT),
+    Field("parallel_tool_calls", "supported", boolean, "true or false", "false: only the first call is given.", CHAT),
+    *_refused("functions function_call", "The old form of tools and tool_choice; use those.", CHAT),
     Field("response_format", "neutral-only", mapping, 'null or {"type": "text"}', _GRAMMAR,
           neutral=lambda v: v.get("type") == "text"),
     _empty("structured_outputs", _GRAMMAR),
@@ -283,7 +300,9 @@ FIELDS: tuple[Field, ...] = (
     *_prompt_shape("truncate_prompt_tokens", integer, "integer", BOTH),
     *_prompt_shape("truncation_side", text, "string", BOTH),
     *_refused("prompt_embeds", "The connector hands over prompts of token ids only.", COMPLETIONS),
-    _neutral("include_reasoning", boolean, [True], "Reasoning isn't parsed: it is part of the content.", CHAT),
+    Field("include_reasoning", "supported", boolean, "true or false",
+          f"false leaves reasoning_content out of the answer. {_PARSER} Not for vLLM: with false it leaves out the ids "
+          "too, and the first token with them.", CHAT, prefill="drop"),
     # How vLLM runs the prefill.
     Field("priority", "supported", integer, "integer", "Orders vLLM's queue; the router's own is first in, first out."),
     Field("cache_salt", "supported", text, "string", "Salts vLLM's prefix cache."),
@@ -335,6 +354,15 @@ def validate(body: Any, endpoint: EndpointName) -> dict[str, Any]:
     clean = {name: value for name, value in checked.items() if value is not None}
     _check_together(clean, endpoint)
     return clean
+
+
+def refuse_parsing(body: dict[str, Any]) -> None:
+    """For a router without a parser: refuses what a checked body asks of one; raises RouterError 501."""
+    for name, wanted in (("tools", "tools" in body), ("include_reasoning", not body.get("include_reasoning", True))):
+        if wanted:
+            raise unavailable(
+                name, f"{name}: this router doesn't parse the model's answers; start it with --parser (see its --help)"
+            )
 
 
 def _unknown(name: str, endpoint: EndpointName) -> str:

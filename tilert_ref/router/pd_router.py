@@ -9,8 +9,12 @@ import uvicorn
 
 from tilert_ref.router.app import Config, create_app
 from tilert_ref.router.detokenize import Detokenizer, load_detokenizer
+from tilert_ref.router.grammars import GRAMMARS
+from tilert_ref.router.parsing import choose_parsing
 from tilert_ref.router.pool import Node, parse_node
 from tilert_ref.router.request import sampling_defaults
+
+log = logging.getLogger("tilert_ref.router")  # not __name__, which is __main__ for the program
 
 _DESCRIPTION = """\
 The OpenAI-compatible front door of a prefill/decode pair. For each request it
@@ -18,7 +22,7 @@ The OpenAI-compatible front door of a prefill/decode pair. For each request it
   1. checks every field (unknown or unsupported ones are refused by name),
   2. takes a free decode node, or queues, or answers 429,
   3. posts the prompt to vLLM with max_tokens=1 and tells vLLM's connector where the KV goes,
-  4. asks the decode node for the tokens and turns them into text.
+  4. asks the decode node for the tokens and turns them into text, reasoning and tool calls.
 
 It loads no model and needs neither torch nor vLLM. vLLM renders the chat template. vLLM has to run with the
 TileRTConnector (tilert_ref.connector.prefill_connector); see docs/structures.md."""
@@ -77,9 +81,11 @@ def _add_text(group: argparse._ArgumentGroup) -> None:
         "--force-include-usage", action="store_true", help="every stream ends with a usage chunk, asked for or not"
     )
     group.add_argument(
-        "--parser", choices=("none", "glm47"), default="none",
-        help="reasoning and tool-call parser. Only none (the default here; TileRT's is glm47) works yet: reasoning "
-        "stays in the text",
+        "--parser", choices=("auto", "none", *GRAMMARS), default="auto",
+        help="splits chat answers into reasoning_content, content and tool_calls; without it all is content and tools "
+        "are refused. glm47: GLM-4.5 to GLM-5 (TileRT's default); dsv32: DeepSeek-V3.2; auto (default): the one whose "
+        "tokens (<think>, <arg_key>, ... or ｜DSML｜) tokenizer.json has, else none. For tools, vLLM has to run with "
+        "--enable-auto-tool-choice and its own --tool-call-parser",
     )  # fmt: skip
     unused = "accepted so that TileRT's command lines work; no effect, because "
     group.add_argument("--model", default="", help=unused + "no published profile allows penalties")
@@ -132,17 +138,17 @@ def _positive(text: str) -> float:
 
 def config_from(args: argparse.Namespace) -> Config:
     """Raises ValueError for flags or files that don't go together."""
-    if args.parser != "none":
-        raise ValueError(f"--parser {args.parser} is not built yet; only --parser none works")
     if not args.vllm_url.startswith(("http://", "https://")):
         raise ValueError(f"--vllm-url has to start with http:// or https://, got {args.vllm_url}")
     overrides = {
         name: getattr(args, f"default_{name}") for name in ("temperature", "top_p", "top_k", "repetition_penalty")
     }
+    detokenizer = _detokenizer(args.model_path)
     return Config(
         vllm_url=args.vllm_url,
         nodes=args.decode,
-        detokenizer=_detokenizer(args.model_path),
+        detokenizer=detokenizer,
+        parsing=choose_parsing(args.parser, detokenizer),
         defaults=sampling_defaults(args.model_path, args.generation_config, overrides),
         queue_timeout_s=args.queue_timeout,
         kv_timeout_s=args.kv_timeout,
@@ -166,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(e))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every health probe
+    log.info("parser: %s", config.parsing.grammar.name if config.parsing else "none")
     # A client that streams for minutes must not keep a stopped router alive.
     uvicorn.run(create_app(config), host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=5)
 

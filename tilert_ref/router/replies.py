@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tilert_ref.router.answer import Answer, Delta
 from tilert_ref.router.decode import Done
-from tilert_ref.router.detokenize import TextStream
 from tilert_ref.router.errors import RouterError
 from tilert_ref.router.prefill import Prefilled
 from tilert_ref.router.request import Request
@@ -34,25 +34,22 @@ def error_events(error: RouterError) -> bytes:
 
 
 class Reply:
-    """One answer under construction: collects ids, text and times, and renders them.
+    """One answer under construction: collects ids and times, and renders them with the answer's parts.
 
-    text is None without a tokenizer; then content is null and the ids are given. started: time.monotonic() when the
+    An answer without text (no tokenizer) has null content, and the ids are given. started: time.monotonic() when the
     request's body had been read; queue_ms: its wait for a decode node.
     """
 
-    def __init__(
-        self, request: Request, prefilled: Prefilled, text: TextStream | None, started: float, queue_ms: float
-    ) -> None:
+    def __init__(self, request: Request, prefilled: Prefilled, answer: Answer, started: float, queue_ms: float) -> None:
         self._request = request
         self._prefilled = prefilled
-        self._text = text
+        self._answer = answer
         self._started = started
         self._queue_ms = queue_ms
         self._first_token_ms: float | None = None
         self._chat = request.endpoint == "chat"
-        self._show_ids = request.return_token_ids or text is None
+        self._show_ids = request.return_token_ids or not answer.has_text
         self.ids: list[int] = []
-        self._pieces: list[str] = []
         prefix = "chatcmpl-" if self._chat else "cmpl-"
         self._head = {
             "id": prefix + (request.caller_id or prefilled.rid),
@@ -61,33 +58,25 @@ class Reply:
             "model": prefilled.model,
         }
 
-    def take(self, ids: list[int]) -> str | None:
-        """Adds tokens; returns the text that they complete, None without a tokenizer."""
+    def take(self, ids: list[int]) -> list[Delta]:
+        """Adds tokens; returns what they complete."""
         if ids and self._first_token_ms is None:
             self._first_token_ms = (time.monotonic() - self._started) * 1e3
         self.ids += ids
-        return self._keep(self._text.push(ids)) if self._text else None
+        return self._answer.push(ids)
 
-    def _keep(self, piece: str) -> str:
-        self._pieces.append(piece)
-        return piece
-
-    def _rest(self) -> str | None:
-        return self._keep(self._text.finish()) if self._text else None
+    def _finish(self, done: Done) -> tuple[list[Delta], str]:
+        """What is left, and the finish reason: any call makes it tool_calls (http-api.md 4.3)."""
+        rest = self._answer.finish(cut=done.finish_reason == "length")
+        return rest, "tool_calls" if self._answer.called else done.finish_reason
 
     # Blocking
 
     def whole(self, done: Done) -> dict[str, Any]:
         """The blocking reply."""
-        self._rest()
-        content = "".join(self._pieces) if self._text else None
-        choice: dict[str, Any] = {
-            "index": 0,
-            "finish_reason": done.finish_reason,
-            "logprobs": None,
-            "stop_reason": None,
-        }
-        choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
+        _, finish_reason = self._finish(done)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None, "stop_reason": None}
+        choice |= {"message": self._answer.message()} if self._chat else {"text": self._answer.content}
         if self._show_ids or not self._chat:  # TileRT gives ids on every completion
             choice["token_ids"] = self.ids
         return self._head | self._prompt_ids(choice) | {
@@ -100,33 +89,36 @@ class Reply:
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The chunk with the role (chat), or with the prompt's ids if a completion asked for them."""
-        choice = self._choice({"role": "assistant", "content": ""} if self._chat else "")
+        choice = self._choice({"role": "assistant", "content": ""} if self._chat else {"content": ""})
         extra = self._prompt_ids(choice)
         if self._chat or self._request.return_token_ids:
             yield self._chunk(choice) | extra
 
     def pieces(self, ids: list[int]) -> Iterator[dict[str, Any]]:
-        """The chunk for newly decoded ids; none as long as they complete no text."""
-        text = self.take(ids)
-        if text or (self._show_ids and ids):
-            yield self._piece(text, ids)
+        """The chunks for newly decoded ids; none as long as they complete nothing. The first one has the ids."""
+        deltas = self.take(ids)
+        if not deltas and self._show_ids and ids:
+            deltas = [{"content": "" if self._answer.has_text else None}]
+        for n, delta in enumerate(deltas):
+            yield self._piece(delta, [] if n else ids)
 
     def closing(self, done: Done, usage: bool) -> Iterator[dict[str, Any]]:
-        """What is left of the text, the chunk with finish_reason and timing, and the usage chunk if wanted."""
-        if rest := self._rest():
-            yield self._piece(rest, [])
-        choice = self._choice({} if self._chat else "") | {"finish_reason": done.finish_reason, "stop_reason": None}
+        """What is left of the answer, the chunk with finish_reason and timing, and the usage chunk if wanted."""
+        rest, finish_reason = self._finish(done)
+        for delta in rest:
+            yield self._piece(delta, [])
+        choice = self._choice({} if self._chat else {"content": ""})
+        choice |= {"finish_reason": finish_reason, "stop_reason": None}
         yield self._chunk(choice) | {"pd_timing_ms": self._timing(done)}
         if usage:
             yield self._chunk(None) | {"usage": self._usage()}
 
-    def _piece(self, text: str | None, ids: list[int]) -> dict[str, Any]:
-        choice = self._choice({"content": text} if self._chat else text)
-        return self._chunk(choice | ({"token_ids": ids} if self._show_ids else {}))
+    def _piece(self, delta: Delta, ids: list[int]) -> dict[str, Any]:
+        return self._chunk(self._choice(delta) | ({"token_ids": ids} if self._show_ids else {}))
 
-    def _choice(self, content: Any) -> dict[str, Any]:
-        name = "delta" if self._chat else "text"
-        return {"index": 0, name: content, "logprobs": None, "finish_reason": None}
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        content = {"delta": delta} if self._chat else {"text": delta["content"]}
+        return {"index": 0} | content | {"logprobs": None, "finish_reason": None}
 
     def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
         kind = {"object": "chat.completion.chunk"} if self._chat else {}

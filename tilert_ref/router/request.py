@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tilert_ref.router.errors import RouterError, bad_field
-from tilert_ref.router.fields import BadValue, EndpointName, request_id, show, validate
+from tilert_ref.router.fields import BadValue, EndpointName, refuse_parsing, request_id, show, validate
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5
@@ -94,6 +94,14 @@ class Request:
         return self.body.get("return_token_ids", False)
 
     @property
+    def include_reasoning(self) -> bool:
+        return self.body.get("include_reasoning", True)
+
+    @property
+    def parallel_tool_calls(self) -> bool:
+        return self.body.get("parallel_tool_calls", True)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Capabilities that the decode node has to have."""
         return frozenset({"ignore_eos"}) if self.body.get("ignore_eos") else frozenset()
@@ -104,9 +112,16 @@ class Request:
         return extra | self.sampling.as_dict()
 
 
-def parse_request(raw: bytes, endpoint: EndpointName, defaults: Sampling, header_id: str | None) -> Request:
-    """Checks a body; raises RouterError. header_id, the X-Request-Id header, wins over the body's request_id."""
+def parse_request(
+    raw: bytes, endpoint: EndpointName, defaults: Sampling, header_id: str | None, parses: bool = False
+) -> Request:
+    """Checks a body; raises RouterError. header_id, the X-Request-Id header, wins over the body's request_id.
+
+    parses: whether answers are parsed; what needs that is refused otherwise.
+    """
     body = validate(_load(raw), endpoint)
+    if not parses:
+        refuse_parsing(body)
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens", DEFAULT_MAX_TOKENS))
     caller_id = _header_id(header_id) or body.get("request_id")
     return Request(endpoint, body, defaults.of(body), max_tokens, caller_id)
