@@ -9,12 +9,13 @@ Plain costs one expansion per cached token and is what prefill uses; absorbed re
 uses. Scores, softmax and the weighted sum are fp32 in both; results are rounded once to the query's dtype (the
 absorbed form by the rule of the peer's decode kernel, whose order of summation it can take too: numerics.py).
 
-Sparse attention (DSA) will select rows before the absorbed form; nothing else changes here.
+Sparse attention (DSA) is the absorbed form over the rows that the indexer has chosen, for prompts too (indexer.py).
 """
 
 import torch
 
 from tilert_ref.engine import vllm_avx2
+from tilert_ref.engine.batch import Seen
 from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 
 
@@ -22,25 +23,26 @@ def attend_absorbed(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     rows: torch.Tensor,
-    lengths: list[int],
+    seen: Seen,
     scale: float,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows 0 .. lengths[t]-1. -> [T, H, L].
+    """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows[seen[t]]. -> [T, H, L].
 
     Queries are taken one by one: the result of a row must not depend on how many drafts are verified beside it
     (MTP is lossless only then), and a batched matmul may sum in another order.
     """
     query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
     keys = rows.float()  # [S, L + R]
-    values = keys[:, : q_latent.shape[-1]]  # [S, L]
+    width = q_latent.shape[-1]
     attended = []
-    for q, length in zip(query, lengths, strict=True):
+    for q, chosen in zip(query, seen, strict=True):
+        k = keys[chosen] if isinstance(chosen, slice) else keys.index_select(0, chosen)  # [n, L + R]
         if kernels.order is SumOrder.VLLM_AVX2:
-            attended.append(vllm_avx2.attend(q, keys[:length], values.shape[-1], scale))
+            attended.append(vllm_avx2.attend(q, k, width, scale))
         else:
-            probs = torch.softmax(q @ keys[:length].T * scale, dim=-1)  # [H, length]
-            attended.append(probs @ values[:length])  # [H, L]
+            probs = torch.softmax(q @ k.T * scale, dim=-1)  # [H, n]
+            attended.append(probs @ k[:, :width])  # [H, L]
     return round_kernel(torch.stack(attended), q_latent.dtype, kernels.rounding)
 
 
