@@ -202,6 +202,9 @@ def resolve_profile(name: str | None, config: ModelConfig | None, with_mtp: bool
             f"--model {name} is a profile of {found.num_layers} layers, this checkpoint has {num_layers}; "
             "leave --model out to use the checkpoint's own numbers"
         )
+    if found.has_index != (config.index_topk is not None):
+        carries = "carries index pages" if found.has_index else "carries no index pages"
+        raise ValueError(f"--model {name} {carries}, this checkpoint has index_topk = {config.index_topk}")
     return found
 
 
@@ -219,9 +222,7 @@ def check_layout(layout: BufferLayout, engine: str) -> None:
     if engine == "stub":
         return
     if layout.row_format.name != "bf16":
-        raise ValueError("fp8 KV comes with the sparse engine; pass --kv-cache-dtype bf16")
-    if layout.tiled:
-        raise ValueError("TILERT_PD_KI_TILED: tiled index pages come with the sparse engine; unset it")
+        raise ValueError(f"--engine {engine} reads bf16 KV rows only so far; pass --kv-cache-dtype bf16")
 
 
 def _truthy(env: Mapping[str, str], name: str) -> bool:

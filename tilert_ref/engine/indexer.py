@@ -95,14 +95,14 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     Tie rule "lowest position first": of equal scores at the edge, the earlier tokens are chosen. (vLLM's kernels leave
     it open; torch.topk too.) Raises FloatingPointError if a row has NaN, which has no rank.
     """
-    edge = scores.topk(count, sorted=True).values[:, -1:]  # [T, 1], the lowest score that is chosen
+    highest = scores.topk(count, sorted=True).values  # [T, count], NaN first
+    if highest[:, 0].isnan().any():
+        raise FloatingPointError("the indexer's scores contain NaN: the index keys or the hidden states are broken")
+    edge = highest[:, -1:]  # [T, 1], the lowest score that is chosen
     above, equal = scores > edge, scores == edge
     room = count - above.sum(-1, keepdim=True)  # [T, 1], at least 1
     chosen = above | (equal & (equal.cumsum(-1) <= room))
-    rows, positions = chosen.nonzero(as_tuple=True)  # row after row, ascending within each
-    if len(rows) != len(scores) * count:
-        raise FloatingPointError("the indexer's scores contain NaN: the index keys or the hidden states are broken")
-    return positions.view(len(scores), count)
+    return chosen.nonzero()[:, 1].view(len(scores), count)  # row after row, ascending within each
 
 
 def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
