@@ -127,12 +127,13 @@ def test_an_index_dtype_that_is_neither_is_refused() -> None:
 # Equation 1
 
 
-def test_scores_equal_the_equation_in_double_precision() -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_scores_equal_the_equation_in_double_precision(apart: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     q, q_scale = quantize_index(torch.randn(3, 5, 128, generator=generator) * 3, INDEX_QUERY_FLOOR)
     k, k_scale = quantize_index(torch.randn(40, 128, generator=generator), INDEX_KEY_FLOOR)
     w = torch.randn(3, 5, generator=generator)
-    scores = index_scores(q.float(), w * q_scale, k.float(), k_scale, [38, 39, 40])
+    scores = index_scores(q.float(), w * q_scale, k.float(), k_scale, [38, 39, 40], apart=apart)
     true_q, true_k = q.double() * q_scale[..., None], k.double() * k_scale[:, None]
     for t, length in enumerate([38, 39, 40]):
         for s in range(40):
@@ -195,7 +196,7 @@ def fake_batch(config: ModelConfig, first: int, tokens: int) -> SimpleNamespace:
     cos_sin = rope_table(config, 256, torch.bfloat16)[positions]
     lengths = list(range(first + 1, first + tokens + 1))
     return SimpleNamespace(
-        first=first, end=first + tokens, positions=positions, cos_sin=cos_sin, keep_rows=False,
+        first=first, absorbed=True, end=first + tokens, positions=positions, cos_sin=cos_sin, keep_rows=False,
         lengths=lambda: lengths, causal=lambda: [slice(0, n) for n in lengths],
     )  # fmt: skip
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilert_ref.connector.layout import INDEX_PAGE_BYTES, page_count
-from tilert_ref.connector.planes import gather_index_pages
+from tilert_ref.connector.layout import BF16, INDEX_PAGE_BYTES, BufferLayout, model_profile, page_count, plane_views
+from tilert_ref.connector.planes import gather_index_pages, tile_index_pages
+from tilert_ref.decode_server.engine_process import Host
+from tilert_ref.decode_server.messages import Generate
 from tilert_ref.engine.api import LayerKV, PromptKV, SamplingParams
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import load_config
@@ -21,8 +23,8 @@ from tilert_ref.engine.weights import Weights, load_weights
 ARCHS = ("glm5", "dsv32")  # interleaved and half-split pairing
 TOPK = 32
 ROOM = 256
-# Seed 11 of 60: at every edge of a choice, index_topk-th against next, scores are 6e-5 of the largest or more apart. fp32
-# sums in another order move them by 1e-6, so that no choice of an unrounded model hangs on the order.
+# Seed 11 of 60: at every edge of a choice, index_topk-th against next, scores are at least 6e-5 of the largest apart.
+# fp32 sums in another order move them by 1e-6, so no choice of an unrounded model hangs on the order.
 LONG_PROMPT = torch.randint(480, (200,), generator=torch.Generator().manual_seed(11)).tolist()
 PROMPT = LONG_PROMPT[:100]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -160,6 +162,26 @@ def test_injected_planes_decode_like_own_prefill(arch: str, num_mtp: int, tiny) 
     for layer, before in enumerate(kv.layers):
         assert torch.equal(after.layers[layer].index_pages[0], before.index_pages[0]), "transferred keys were rewritten"
         assert torch.equal(after.layers[layer].latent, before.latent)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_decode_servers_receive_buffer_feeds_the_engine(tiled: bool, tiny) -> None:
+    """Bytes of a handoff, index pages in either order, through the engine process's own views."""
+    model_dir = tiny("glm5", index_topk=TOPK)
+    source = load_engine(model_dir, max_seq_len=ROOM)
+    first = source.prefill(PROMPT, GREEDY)
+    kv = handed_over(source, PROMPT)
+    layout = BufferLayout(model_profile(3, has_mtp=False, has_index=True), BF16, ROOM, tiled=tiled)
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    for index, layer in enumerate(kv.layers):
+        latent, rope, pages = plane_views(layout, buffer, index, len(PROMPT))
+        latent.copy_(layer.latent.contiguous().view(torch.uint8))
+        rope.copy_(layer.rope.contiguous().view(torch.uint8))
+        pages.copy_(tile_index_pages(layer.index_pages) if tiled else layer.index_pages)
+    target = load_engine(model_dir, max_seq_len=ROOM)
+    host = Host(target, layout, buffer, engine_layers=3)
+    target.inject(host.prompt(Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY)))
+    assert run(target, first, 20) == run(source, first, 20)
 
 
 def test_answer_depends_on_every_layers_index_pages(tiny) -> None:

@@ -35,7 +35,7 @@ environment, as in TileRT:
                            GPU or CPU has one: set 1 (or --senders 1), else no transfer ever completes
   TILERT_PD_BUFFER_DEVICE  default of --pd-buffer-device
   TILERT_PD_NO_MTP         1: profile glm5 means its 78 layers without the MTP layer
-  TILERT_PD_KI_TILED       1: index pages arrive in tiled order (stub engine only)
+  TILERT_PD_KI_TILED       1: index pages arrive in tiled order
   TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
 not used here:
   TILERT_PD_SHARDS         the buffer is one region in host memory

@@ -8,13 +8,13 @@ keeps the rounded one.
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine.attention import attend_absorbed, attend_plain
+from tilert_ref.engine.attention import attend_absorbed, attend_chosen, attend_plain
 from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.indexer import lightning_index
 from tilert_ref.engine.moe import mlp, moe
-from tilert_ref.engine.numerics import SPARSE_ATTENTION, Kernels
+from tilert_ref.engine.numerics import SPARSE_ATTENTION
 from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights, MtpWeights, Weights
 
@@ -54,37 +54,41 @@ def attention(
         cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
     rows = cache.read(layer, batch.end)  # [S, L + rope]
 
-    if w.indexer is not None:
-        seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # T selections of index_topk tokens
-        out = _absorbed(w, c, seen, SPARSE_ATTENTION, q_nope, q_rope, rows)
-    elif batch.absorbed:
-        out = _absorbed(w, c, batch.causal(), batch.kernels, q_nope, q_rope, rows)
+    if batch.absorbed or w.indexer is not None:
+        seen = batch.causal()
+        if w.indexer is not None:
+            seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
+        out = _absorbed(w, c, batch, seen, q_nope, q_rope, rows)
     else:
-        out = _plain(w, c, batch.first, q_nope, q_rope, rows)
+        out = _plain(w, c, batch, q_nope, q_rope, rows)
     return F.linear(out.flatten(1), w.o)
 
 
 def _absorbed(
     w: AttentionWeights,
     c: ModelConfig,
+    batch: Batch,
     seen: Seen,
-    kernels: Kernels,
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
     q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
-    attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernels)  # [T, H, L]
+    if batch.absorbed:
+        kernels = batch.kernels if w.indexer is None else SPARSE_ATTENTION
+        attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernels)  # [T, H, L]
+    else:
+        attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
     return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
 
 
 def _plain(
-    w: AttentionWeights, c: ModelConfig, first: int, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
+    w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     c_kv, k_rope = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
     kv = F.linear(c_kv, w.kv_b).view(len(rows), c.num_attention_heads, -1)  # [S, H, nope + v]
     k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-    return attend_plain(torch.cat((q_nope, q_rope), dim=-1), k_nope, k_rope, v, first, c.softmax_scale)
+    return attend_plain(torch.cat((q_nope, q_rope), dim=-1), k_nope, k_rope, v, batch.first, c.softmax_scale)
 
 
 def decoder_layer(
