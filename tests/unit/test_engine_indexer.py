@@ -10,7 +10,7 @@ import torch
 from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, INDEX_QUERY_FLOOR, quantize_index
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig, load_config
-from tilert_ref.engine.indexer import index_keys, index_scores, lightning_index, top_positions
+from tilert_ref.engine.indexer import index_keys, index_scores, index_weights, lightning_index, top_positions
 from tilert_ref.engine.rope import rope_table
 from tilert_ref.engine.weights import IndexerWeights
 
@@ -141,6 +141,17 @@ def test_scores_equal_the_equation_in_double_precision(apart: bool) -> None:
             assert scores[t, s].item() == (
                 pytest.approx(float(expected), rel=1e-4, abs=1e-4) if s < length else -math.inf
             )
+
+
+def test_weights_carry_the_scale_of_the_query_and_both_roots(glm5: ModelConfig) -> None:
+    """2 * 3 / (sqrt(128) * sqrt(32)) = 0.09375, times the query's scale."""
+    w = replace(random_indexer(glm5), weights_proj=torch.zeros(32, glm5.hidden_size, dtype=torch.bfloat16))
+    w.weights_proj[5, 7] = 3.0
+    x = torch.zeros(1, glm5.hidden_size, dtype=torch.bfloat16)
+    x[0, 7] = 2.0
+    weights = index_weights(w, glm5, x, torch.full((1, 32), 2.0**-4))
+    assert weights.dtype is torch.float32 and weights.nonzero().tolist() == [[0, 5]]
+    assert weights[0, 5].item() == pytest.approx(0.09375 / 16, rel=1e-6)
 
 
 # Top-k
