@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, INDEX_QUERY_FLOOR, quantize_index
+from tilert_ref.engine.batch import Batch
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig, load_config
 from tilert_ref.engine.indexer import index_keys, index_scores, index_weights, lightning_index, top_positions
+from tilert_ref.engine.numerics import Kernels
 from tilert_ref.engine.rope import rope_table
 from tilert_ref.engine.weights import IndexerWeights
 
@@ -202,14 +204,10 @@ def random_indexer(config: ModelConfig) -> IndexerWeights:
     return IndexerWeights(wq_b, wk, *norm, draw(heads, config.hidden_size))
 
 
-def fake_batch(config: ModelConfig, first: int, tokens: int) -> SimpleNamespace:
+def decode_batch(config: ModelConfig, first: int, tokens: int) -> Batch:
     positions = torch.arange(first, first + tokens)
     cos_sin = rope_table(config, 256, torch.bfloat16)[positions]
-    lengths = list(range(first + 1, first + tokens + 1))
-    return SimpleNamespace(
-        first=first, absorbed=True, end=first + tokens, positions=positions, cos_sin=cos_sin, keep_rows=False,
-        lengths=lambda: lengths, causal=lambda: [slice(0, n) for n in lengths],
-    )  # fmt: skip
+    return Batch(first, positions, cos_sin, absorbed=True, kernels=Kernels())
 
 
 def test_a_querys_choice_does_not_depend_on_its_neighbours(glm5: ModelConfig) -> None:
@@ -222,7 +220,7 @@ def test_a_querys_choice_does_not_depend_on_its_neighbours(glm5: ModelConfig) ->
         cache = KVCache(glm5, 1, 200)
         seen = []
         for t in range(0, 150, step):
-            batch = fake_batch(glm5, t, step)
+            batch = decode_batch(glm5, t, step)
             seen += lightning_index(w, glm5, cache, 0, batch, x[t : t + step], c_q[t : t + step])
         assert [s.stop for s in seen[:32]] == list(range(1, 33))
         choices.append(torch.stack(seen[32:]))
@@ -232,21 +230,15 @@ def test_a_querys_choice_does_not_depend_on_its_neighbours(glm5: ModelConfig) ->
     assert (choices[0][:, -1] < torch.arange(32, 150)).any(), "the choice isn't just the latest tokens"
 
 
-@pytest.mark.parametrize(
-    ("interleaved", "rotated"),
-    [(True, [-1.142640, 1.922076]), (False, None)],
-)
-def test_pairing_follows_the_config(glm5: ModelConfig, interleaved: bool, rotated: list[float] | None) -> None:
-    """Position 1, pair 0 turns by one radian: (1, 2) -> case K3's literal numbers where the pair is (x0, x1)."""
+@pytest.mark.parametrize(("interleaved", "partner"), [(True, 1), (False, 32)])
+def test_pairing_follows_the_config(glm5: ModelConfig, interleaved: bool, partner: int) -> None:
+    """Position 1 turns pair 0 by one radian: (1, 2) becomes case K3's literal numbers wherever the pair lies."""
     config = replace(glm5, indexer_rope_interleave=interleaved)
-    wanted = torch.zeros(128)
-    wanted[0], wanted[1], wanted[32] = 1.0, 2.0, 2.0
-    w = replace(random_indexer(config), k_norm=torch.zeros(128), k_norm_bias=wanted)
-    batch = fake_batch(config, 1, 1)
-    batch.cos_sin = rope_table(config, 2, torch.float32)[1:]
+    normed = torch.zeros(128)
+    normed[0] = normed[70] = 1.0
+    normed[1] = normed[32] = 2.0
+    w = replace(random_indexer(config), k_norm=torch.zeros(128), k_norm_bias=normed)
+    batch = replace(decode_batch(config, 1, 1), cos_sin=rope_table(config, 2, torch.float32)[1:])
     key = index_keys(w, config, batch, torch.ones(1, config.hidden_size, dtype=torch.bfloat16)).float()[0]
-    if interleaved:
-        assert key[:2].tolist() == pytest.approx(rotated, abs=1e-5)
-    else:
-        assert [key[0].item(), key[32].item()] == pytest.approx([-1.142640, 1.922076], abs=1e-5)
-    assert (key[64:] == 0).all(), "only the first qk_rope_head_dim values turn"
+    assert [key[0].item(), key[partner].item()] == pytest.approx([-1.142640, 1.922076], abs=1e-5)
+    assert torch.equal(key[64:], normed[64:]), "only the first qk_rope_head_dim values turn"
