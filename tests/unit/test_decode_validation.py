@@ -170,8 +170,6 @@ def test_refused_flags(flags: list[str], text: str, capsys: pytest.CaptureFixtur
 
 def test_refused_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TILERT_DECODE_POLL_MS='soon'" in refusal(capsys, "--engine", "stub", TILERT_DECODE_POLL_MS="soon")
-    flags = ("--engine", "a.b:c", "--kv-cache-dtype", "bf16")
-    assert "tiled index pages" in refusal(capsys, *flags, TILERT_PD_KI_TILED="1")
 
 
 def glm(layers: int = 78, mtp: int = 1, index_topk: int | None = 2048) -> ModelConfig:
@@ -195,6 +193,7 @@ def test_profile_follows_the_checkpoint() -> None:
         ("glm5", glm(4), True, "79 layers, this checkpoint has 5"),
         ("dsv32", glm(61), True, "carries no MTP"),
         (None, glm(mtp=0), True, "has no MTP layer"),
+        ("glm5", glm(index_topk=None), True, "carries index pages, this checkpoint has index_topk = None"),
     ],
 )
 def test_profile_contradictions(name: str | None, config: ModelConfig, with_mtp: bool, text: str) -> None:

@@ -15,10 +15,10 @@ from tilert_ref.engine.weights import MoeWeights, load_weights
 
 @pytest.fixture
 def edited(tmp_path: Path):
-    """A dsv3 checkpoint with its tensors passed through `edit`, in one unindexed file."""
+    """A checkpoint with its tensors passed through `edit`, in one unindexed file."""
 
-    def build(edit) -> Path:
-        make_tiny(tmp_path, "dsv3")
+    def build(edit, arch: str = "dsv3") -> Path:
+        make_tiny(tmp_path, arch)
         tensors = load_file(tmp_path / "model.safetensors")
         edit(tensors)
         save_file(tensors, tmp_path / "model.safetensors")
@@ -115,6 +115,32 @@ def test_correction_bias_stays_fp32(tiny) -> None:
     assert moe.bias.dtype is torch.float32
     assert len(torch.tensor([6.96, 6.97, 6.98, 6.99]).unique()) == 4
     assert len(torch.tensor([6.96, 6.97, 6.98, 6.99]).bfloat16().unique()) < 4
+
+
+INDEXERS = [f"model.layers.{layer}.self_attn.indexer." for layer in range(4)]  # the last one is the MTP layer's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_index_key_norm_may_be_fp32_or_bf16_and_is_fp32_here(edited, dtype: torch.dtype) -> None:
+    names = [f"{p}k_norm.{part}" for p in INDEXERS for part in ("weight", "bias")]
+    model_dir = edited(lambda tensors: tensors.update({n: tensors[n].to(dtype) for n in names}), "glm5")
+    tensors, weights = load_file(model_dir / "model.safetensors"), load(model_dir)
+    for p, layer in zip(INDEXERS, [*weights.layers, weights.mtp.layer], strict=True):
+        indexer = layer.attention.indexer
+        assert indexer.k_norm.dtype is indexer.k_norm_bias.dtype is torch.float32
+        assert torch.equal(indexer.k_norm, tensors[f"{p}k_norm.weight"].float())
+        assert torch.equal(indexer.k_norm_bias, tensors[f"{p}k_norm.bias"].float())
+
+
+@pytest.mark.parametrize("name", [f"{INDEXERS[1]}wq_b.weight", f"{INDEXERS[3]}k_norm.bias"])
+def test_missing_indexer_weight_is_named(edited, name: str) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        load(edited(lambda tensors: tensors.pop(name), "dsv32"))
+
+
+def test_unknown_indexer_weight_is_named(edited) -> None:
+    with pytest.raises(CheckpointError, match=f"{INDEXERS[0]}wk.weight_scale_inv"):
+        load(edited(lambda tensors: tensors.update({f"{INDEXERS[0]}wk.weight_scale_inv": torch.ones(1)}), "dsv32"))
 
 
 def test_progress_is_reported(tiny) -> None:

@@ -105,9 +105,20 @@ def test_stop_ids_join_config_and_generation_config() -> None:
 
 
 @pytest.mark.parametrize("arch", ["dsv32", "glm5"])
-def test_sparse_models_are_refused_rather_than_attended_densely(arch: str, tiny) -> None:
-    with pytest.raises(ConfigError, match="index_topk = 128"):
-        load_engine(tiny(arch))
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ({"index_topk": None}, "'index_topk' is missing: .* attends sparsely"),
+        ({"index_n_heads": None}, "'index_n_heads' is missing or null; index_topk = 128"),
+        ({"index_head_dim": None}, "'index_head_dim' is missing"),
+        ({"q_lora_rank": None}, "'q_lora_rank' is missing or null"),
+        ({"index_head_dim": 64}, "index_head_dim = 64 with qk_rope_head_dim = 64, implemented: 128"),
+        ({"qk_rope_head_dim": 192, "qk_head_dim": None}, "index_head_dim = 128 with qk_rope_head_dim = 192"),
+    ],
+)
+def test_an_indexer_that_cannot_be_reproduced_is_refused(arch: str, override: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_config(tiny_config(arch, **override))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ E4M3_MAX = 448.0
 TILE = FP8_DS_MLA["latent"].count // FP8_DS_MLA["latent_scale"].count
 """Values that share a scale: 128."""
 
+INDEX_KEY_FLOOR = 1e-4
+INDEX_QUERY_FLOOR = 1e-10
+"""Smallest amax of an indexer vector that its scale still follows. vLLM has one for keys (cache_kernels.cu,
+indexer_k_quant_and_cache_kernel) and one for queries (sparse_attn_indexer.py and fp8_utils.py)."""
+
 _MIN_POWER_OF_TWO_INPUT = 1e-4
 _FLT_MIN = torch.finfo(torch.float32).tiny
 
@@ -34,9 +39,33 @@ def tile_scales(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     ratio = amax.float() / E4M3_MAX
     if rule is ScaleRule.PLAIN:
         return ratio.clamp_min(_FLT_MIN)
-    # The exponent is read, not computed with log2: same value for every bf16 amax, and no libm in between.
-    mantissa, exponent = torch.frexp(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))  # mantissa in [0.5, 1)
-    return torch.ldexp(torch.ones_like(ratio), exponent - (mantissa == 0.5).int())
+    return _next_power_of_two(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))
+
+
+def _next_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2(x)) of positive fp32 values.
+
+    The exponent is read, not computed with log2: same value for every bf16 amax, and no libm in between.
+    """
+    mantissa, exponent = torch.frexp(x)  # mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
+
+
+def quantize_index(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indexer vectors as vLLM stores and compares them (scale format ue8m0, case K2): one power-of-two scale each.
+
+    scale = 2^ceil(log2(max(amax, floor) / 448)), code = e4m3(x / scale), rounded to nearest even.
+
+    Args:
+        x: [..., 128] bf16 or fp32.
+        floor: INDEX_KEY_FLOOR or INDEX_QUERY_FLOOR.
+
+    Returns:
+        codes e4m3 [..., 128] and scales fp32 [...].
+    """
+    x = x.float()
+    scales = _next_power_of_two(x.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX)
+    return (x / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 
 def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor, rule: ScaleRule) -> torch.Tensor:

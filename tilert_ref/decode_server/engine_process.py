@@ -21,6 +21,7 @@ import torch
 import zmq
 
 from tilert_ref.connector.layout import BufferLayout, plane_views
+from tilert_ref.connector.planes import untile_index_pages
 from tilert_ref.decode_server.buffer import SharedBuffer
 from tilert_ref.decode_server.messages import (
     Cancel,
@@ -97,12 +98,14 @@ class Host:
     engine_layers: int
 
     def prompt(self, request: Generate) -> PromptKV:
-        """Views of the receive buffer, no copies."""
+        """Views of the receive buffer, no copies (tiled index pages excepted: engines read linear ones)."""
         layers = [self._layer(index, request.seq_len) for index in range(self.engine_layers)]
         return PromptKV(request.rid, request.seq_len, request.last_prompt_token, layers)
 
     def _layer(self, index: int, seq_len: int) -> LayerKV:
         kv, pe, pages = plane_views(self.layout, self.buffer, index, seq_len)
+        if pages is not None and self.layout.tiled:
+            pages = untile_index_pages(pages)
         return LayerKV(kv.view(torch.bfloat16), pe.view(torch.bfloat16), pages)
 
 

@@ -35,7 +35,7 @@ environment, as in TileRT:
                            GPU or CPU has one: set 1 (or --senders 1), else no transfer ever completes
   TILERT_PD_BUFFER_DEVICE  default of --pd-buffer-device
   TILERT_PD_NO_MTP         1: profile glm5 means its 78 layers without the MTP layer
-  TILERT_PD_KI_TILED       1: index pages arrive in tiled order (stub engine only)
+  TILERT_PD_KI_TILED       1: index pages arrive in tiled order
   TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
 not used here:
   TILERT_PD_SHARDS         the buffer is one region in host memory
@@ -202,6 +202,9 @@ def resolve_profile(name: str | None, config: ModelConfig | None, with_mtp: bool
             f"--model {name} is a profile of {found.num_layers} layers, this checkpoint has {num_layers}; "
             "leave --model out to use the checkpoint's own numbers"
         )
+    if found.has_index != (config.index_topk is not None):
+        carries = "carries index pages" if found.has_index else "carries no index pages"
+        raise ValueError(f"--model {name} {carries}, this checkpoint has index_topk = {config.index_topk}")
     return found
 
 
@@ -219,9 +222,7 @@ def check_layout(layout: BufferLayout, engine: str) -> None:
     if engine == "stub":
         return
     if layout.row_format.name != "bf16":
-        raise ValueError("fp8 KV comes with the sparse engine; pass --kv-cache-dtype bf16")
-    if layout.tiled:
-        raise ValueError("TILERT_PD_KI_TILED: tiled index pages come with the sparse engine; unset it")
+        raise ValueError(f"--engine {engine} reads bf16 KV rows only so far; pass --kv-cache-dtype bf16")
 
 
 def _truthy(env: Mapping[str, str], name: str) -> bool:

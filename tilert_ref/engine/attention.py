@@ -9,39 +9,67 @@ Plain costs one expansion per cached token and is what prefill uses; absorbed re
 uses. Scores, softmax and the weighted sum are fp32 in both; results are rounded once to the query's dtype (the
 absorbed form by the rule of the peer's decode kernel, whose order of summation it can take too: numerics.py).
 
-Sparse attention (DSA) will select rows before the absorbed form; nothing else changes here.
+Sparse attention (DSA) is the absorbed form over the rows that the indexer has chosen, for prompts too (indexer.py).
 """
 
 import torch
 
 from tilert_ref.engine import vllm_avx2
-from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
+from tilert_ref.engine.batch import Seen
+from tilert_ref.engine.numerics import SPARSE_ATTENTION, Kernels, SumOrder, round_kernel
+
+GATHERED_VALUES = 2**20  # row values that a group of sparse queries gathers at a time: 4 MB in fp32
 
 
 def attend_absorbed(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     rows: torch.Tensor,
-    lengths: list[int],
+    seen: Seen,
     scale: float,
     kernels: Kernels,
 ) -> torch.Tensor:
-    """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows 0 .. lengths[t]-1. -> [T, H, L].
+    """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows[seen[t]]. -> [T, H, L].
 
     Queries are taken one by one: the result of a row must not depend on how many drafts are verified beside it
     (MTP is lossless only then), and a batched matmul may sum in another order.
     """
     query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
     keys = rows.float()  # [S, L + R]
-    values = keys[:, : q_latent.shape[-1]]  # [S, L]
+    width = q_latent.shape[-1]
     attended = []
-    for q, length in zip(query, lengths, strict=True):
+    for q, chosen in zip(query, seen, strict=True):
+        k = keys[chosen] if isinstance(chosen, slice) else keys.index_select(0, chosen)  # [n, L + R]
         if kernels.order is SumOrder.VLLM_AVX2:
-            attended.append(vllm_avx2.attend(q, keys[:length], values.shape[-1], scale))
+            attended.append(vllm_avx2.attend(q, k, width, scale))
         else:
-            probs = torch.softmax(q @ keys[:length].T * scale, dim=-1)  # [H, length]
-            attended.append(probs @ values[:length])  # [H, L]
+            probs = torch.softmax(q @ k.T * scale, dim=-1)  # [H, n]
+            attended.append(probs @ k[:, :width])  # [H, L]
     return round_kernel(torch.stack(attended), q_latent.dtype, kernels.rounding)
+
+
+def attend_chosen(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor, seen: Seen, scale: float
+) -> torch.Tensor:
+    """attend_absorbed for the many queries of a sparse prompt, in groups of equal length (those seen as positions).
+
+    One by one a prompt of 4,096 tokens is some ten thousand tiny products a layer, which two threads spend waiting for
+    each other as soon as anything else runs on the machine.
+    """
+    whole = sum(isinstance(chosen, slice) for chosen in seen)  # the first queries see all before them
+    query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
+    width, out = q_latent.shape[-1], torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    if whole:
+        q = q_latent[:whole], q_rope[:whole]
+        out[:whole] = attend_absorbed(*q, rows, seen[:whole], scale, SPARSE_ATTENTION)
+    if whole < len(seen):
+        size = max(1, GATHERED_VALUES // (len(seen[-1]) * rows.shape[-1]))  # G
+        for start in range(whole, len(seen), size):
+            chosen = torch.stack(seen[start : start + size])  # [G, n]
+            k = rows.index_select(0, chosen.flatten()).view(*chosen.shape, -1).float()  # [G, n, L + R]
+            probs = torch.softmax(query[start : start + size] @ k.transpose(1, 2) * scale, dim=-1)  # [G, H, n]
+            out[start : start + size] = probs @ k[..., :width]  # [G, H, L]
+    return out
 
 
 def attend_plain(

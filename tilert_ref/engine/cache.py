@@ -4,16 +4,27 @@ A row is 512 latent values and 64 rotary ones, as in vLLM's MLA cache, so a row 
 unchanged (KV is not recomputed). Blocks are addressed through a block table with vLLM's arithmetic:
 slot = block_table[position // block_size] * block_size + position % block_size.
 
-fp8_ds_mla rows (656 bytes) and the indexer's key pages get their own pools beside `rows` when sparse attention comes.
+A sparse model has a second pool beside the rows: the indexer's keys, in vLLM's bytes. A block holds the codes of all
+its tokens, then their scales: with 64 tokens 8,192 + 256 bytes, which is a page of the wire (case K2).
 """
 
 import torch
 
+from tilert_ref.connector.layout import INDEX_HEAD_DIM
+from tilert_ref.connector.planes import scatter_index_pages
+from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, quantize_index
 from tilert_ref.engine.config import ModelConfig
+
+SCALE_BYTES = 4
 
 
 class KVCache:
-    """rows: [layers, num_blocks, block_size, kv_lora_rank + rope] in the model's dtype."""
+    """rows: [layers, num_blocks, block_size, kv_lora_rank + rope] in the model's dtype.
+
+    index: uint8 [layers, num_blocks, block_size * 132]; None for a dense model. index_dtype says what a code is: e4m3,
+    vLLM's, or float32, which leaves index keys and queries unrounded (512 + 4 bytes a token, all scales 1) for
+    comparison with implementations that have no fp8 in the indexer.
+    """
 
     def __init__(
         self,
@@ -24,13 +35,24 @@ class KVCache:
         block_size: int = 64,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        index_dtype: torch.dtype = torch.float8_e4m3fn,
     ):
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
+        if index_dtype not in (torch.float8_e4m3fn, torch.float32):
+            raise ValueError(f"index_dtype = {index_dtype}, legal: torch.float8_e4m3fn, torch.float32")
         blocks = -(-max_seq_len // block_size)
-        self.block_size = block_size
+        self.block_size, self.index_dtype = block_size, index_dtype
         self.rows = torch.zeros(num_layers, blocks, block_size, config.cache_width, dtype=dtype, device=device)
         self.block_table = torch.arange(blocks, device=device)
+        self.index = None
+        if config.index_topk is not None:
+            block_bytes = block_size * (self._code_bytes + SCALE_BYTES)
+            self.index = torch.zeros(num_layers, blocks, block_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + (0 if self.index is None else self.index.nbytes)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [T] -> rows of the flattened pool [T]."""
@@ -45,5 +67,51 @@ class KVCache:
         positions = torch.arange(length, device=self.rows.device)
         return self._flat(layer)[self.slots(positions)]
 
+    def write_index(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
+        """Rounds and stores index keys [T, 128] of the given positions."""
+        codes, scales = round_index(keys, self.index_dtype, INDEX_KEY_FLOOR)
+        at = self._blocks(positions)
+        for part, values in zip(self._index_parts(layer), (codes, scales[:, None]), strict=True):
+            part[at] = values.contiguous().view(torch.uint8)
+
+    def read_index(self, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [length, 128] as fp32 and scales [length] of positions 0 .. length-1; a key is code * scale."""
+        at = self._blocks(torch.arange(length, device=self.rows.device))
+        codes, scales = (part[at] for part in self._index_parts(layer))
+        return codes.view(self.index_dtype).float(), scales.view(torch.float32)[:, 0]
+
+    def inject_index(self, layer: int, pages: torch.Tensor, length: int) -> None:
+        """Stores the first `length` tokens of wire pages uint8 [ceil(length / 64), 8448] as they came."""
+        blocks = self.block_table[: -(-length // self.block_size)]
+        scatter_index_pages(pages.to(self.rows.device), self.index_blocks(layer), blocks, length)
+
+    def index_blocks(self, layer: int) -> torch.Tensor:
+        """The layer's pool in the shape of vLLM's indexer cache, uint8 [num_blocks, block_size, 132]: a view.
+
+        As in vLLM the last two dimensions are one run of bytes, not tokens: codes first, then scales.
+        """
+        return self.index[layer].unflatten(1, (self.block_size, -1))
+
     def _flat(self, layer: int) -> torch.Tensor:
         return self.rows[layer].view(-1, self.rows.shape[-1])
+
+    @property
+    def _code_bytes(self) -> int:
+        return INDEX_HEAD_DIM * self.index_dtype.itemsize
+
+    def _blocks(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [T] -> (block, token within it), each [T]."""
+        return self.block_table[positions // self.block_size], positions % self.block_size
+
+    def _index_parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views: code bytes [num_blocks, block_size, 128 * itemsize] and scale bytes [num_blocks, block_size, 4]."""
+        split = self.block_size * self._code_bytes
+        codes, scales = self.index[layer][:, :split], self.index[layer][:, split:]
+        return codes.unflatten(1, (self.block_size, -1)), scales.unflatten(1, (self.block_size, -1))
+
+
+def round_index(x: torch.Tensor, dtype: torch.dtype, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., 128] -> codes in `dtype` and fp32 scales [...]: vLLM's rounding for e4m3, none for float32."""
+    if dtype is torch.float32:
+        return x.float(), torch.ones(x.shape[:-1], device=x.device)
+    return quantize_index(x, floor)

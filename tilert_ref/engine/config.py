@@ -20,6 +20,9 @@ ARCHITECTURES = (
     "GlmMoeDsaForCausalLM",
 )
 
+SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+INDEX_HEAD_DIM = 128  # the width of an index key in vLLM's cache and on the wire
+
 # What the published config.json files of an architecture leave out, because its reference code fixes it.
 _V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _V2_ROUTING = {"scoring_func": "softmax", "topk_method": "greedy"}
@@ -368,6 +371,20 @@ def _check(config: ModelConfig, where: str) -> None:
         raise ConfigError(f"{where}: qk_rope_head_dim = {config.qk_rope_head_dim}, rotary pairs need an even number")
     if config.n_routed_experts:
         _check_routing(config, where)
+    _check_indexer(config, where)
+
+
+def _check_indexer(config: ModelConfig, where: str) -> None:
+    if config.index_topk is None:
+        if config.architecture in SPARSE_ARCHITECTURES:
+            raise ConfigError(f"{where}: key 'index_topk' is missing: {config.architecture} attends sparsely")
+        return
+    for key in ("index_n_heads", "index_head_dim", "q_lora_rank"):
+        if getattr(config, key) is None:
+            raise ConfigError(f"{where}: key {key!r} is missing or null; index_topk = {config.index_topk} needs it")
+    if config.index_head_dim != INDEX_HEAD_DIM or config.qk_rope_head_dim > INDEX_HEAD_DIM:
+        said = f"index_head_dim = {config.index_head_dim} with qk_rope_head_dim = {config.qk_rope_head_dim}"
+        raise ConfigError(f"{where}: {said}, implemented: {INDEX_HEAD_DIM} and at most that")
 
 
 def _check_routing(config: ModelConfig, where: str) -> None:

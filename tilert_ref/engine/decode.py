@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from tilert_ref.engine.api import FinishReason, Token
+from tilert_ref.engine.batch import Batch
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.model import Batch, forward, logits, mtp_forward, mtp_logits
+from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
 from tilert_ref.engine.numerics import Kernels
 from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import MtpWeights, Weights
@@ -51,6 +52,7 @@ def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 20
     """Runs a prompt and fills the main layers' rows; returns all hidden states [T, D].
 
     A single token takes decode's form of attention, as in vLLM (its MLA back ends count one-token queries as decodes).
+    A sparse model takes it for every token, also as in vLLM.
     """
     hidden = []
     for first in range(0, len(prompt), chunk):

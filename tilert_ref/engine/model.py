@@ -5,43 +5,18 @@ and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does: the 
 keeps the rounded one.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine.attention import attend_absorbed, attend_plain
+from tilert_ref.engine.attention import attend_absorbed, attend_chosen, attend_plain
+from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.indexer import lightning_index
 from tilert_ref.engine.moe import mlp, moe
-from tilert_ref.engine.numerics import Kernels
+from tilert_ref.engine.numerics import SPARSE_ATTENTION
 from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights, MtpWeights, Weights
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive tokens of one sequence: where they stand and how they attend.
-
-    absorbed: decode's form of attention; otherwise prefill's. keep_rows: KV rows of these positions are in the cache
-    already and stay as they are (they came over the wire); the tokens are only run for their hidden states.
-    kernels: what the peer's fused kernels do (numerics.py).
-    """
-
-    first: int
-    positions: torch.Tensor  # [T] int64
-    cos_sin: torch.Tensor  # [T, 2, rope / 2]
-    absorbed: bool
-    kernels: Kernels
-    keep_rows: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.positions)
-
-    def lengths(self) -> list[int]:
-        """Cached tokens that each query sees, itself included."""
-        return list(range(self.first + 1, self.end + 1))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,10 +38,13 @@ def add_rms_norm(
 def attention(
     w: AttentionWeights, config: ModelConfig, cache: KVCache, layer: int, batch: Batch, x: torch.Tensor
 ) -> torch.Tensor:
-    """Multi-head latent attention (DeepSeek-V2 paper, eq. 9 to 19), [T, D] -> [T, D]."""
+    """Multi-head latent attention (DeepSeek-V2 paper, eq. 9 to 19), [T, D] -> [T, D].
+
+    With an indexer each query attends to the index_topk tokens that it chooses (DSA: DeepSeek-V3.2 report, eq. 2).
+    """
     c, tokens = config, x.shape[0]
-    q_in = x if w.q_a is None else rms_norm(F.linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
-    q = F.linear(q_in, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
+    c_q = x if w.q_a is None else rms_norm(F.linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
+    q = F.linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     q_rope = apply_rope(q_rope, batch.cos_sin)  # [T, H, rope]
 
@@ -76,15 +54,31 @@ def attention(
         cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
     rows = cache.read(layer, batch.end)  # [S, L + rope]
 
-    form = _absorbed if batch.absorbed else _plain
-    return F.linear(form(w, c, batch, q_nope, q_rope, rows).flatten(1), w.o)
+    if batch.absorbed or w.indexer is not None:
+        seen = batch.causal()
+        if w.indexer is not None:
+            seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
+        out = _absorbed(w, c, batch, seen, q_nope, q_rope, rows)
+    else:
+        out = _plain(w, c, batch, q_nope, q_rope, rows)
+    return F.linear(out.flatten(1), w.o)
 
 
 def _absorbed(
-    w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
+    w: AttentionWeights,
+    c: ModelConfig,
+    batch: Batch,
+    seen: Seen,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
     q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
-    attended = attend_absorbed(q_latent, q_rope, rows, batch.lengths(), c.softmax_scale, batch.kernels)  # [T, H, L]
+    if batch.absorbed:
+        kernels = batch.kernels if w.indexer is None else SPARSE_ATTENTION
+        attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernels)  # [T, H, L]
+    else:
+        attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
     return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
 
 
@@ -115,7 +109,7 @@ def decoder_layer(
 
 
 def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
-    """Token ids [T] -> hidden states after the final norm [T, D]; writes the tokens' KV rows."""
+    """Token ids [T] -> hidden states after the final norm [T, D]; writes the tokens' KV rows and index keys."""
     x, residual = F.embedding(token_ids, w.embed), None
     for index, layer in enumerate(w.layers):
         x, residual = decoder_layer(layer, config, cache, index, batch, x, residual)

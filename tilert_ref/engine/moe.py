@@ -56,7 +56,7 @@ def moe(w: MoeWeights, config: ModelConfig, x: torch.Tensor, kernels: Kernels) -
 
 def router_logits(config: ModelConfig, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """[T, E]. The GLM models route in fp32 (vLLM deepseek_v2.py, _get_moe_router_dtype; glm4_moe.py, GateLinear), the
-    others in the model's dtype."""
+    others in the model's dtype. For GLM-5 that is vLLM on CUDA; its CPU build rounds the product to bf16 first."""
     if config.architecture.startswith("Glm"):
         return F.linear(x.float(), gate.float())
     return F.linear(x, gate)

@@ -40,6 +40,10 @@ class Kernels:
     order: SumOrder = SumOrder.TORCH
 
 
+SPARSE_ATTENTION = Kernels()
+"""One rule on every device: vLLM has no sparse attention kernel for CPUs whose order could be taken."""
+
+
 def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> torch.Tensor:
     """fp32 -> dtype by the rule. 1.00585938 (0x3f80c000) -> 1.0078125 nearest, 1.0 truncated (bf16)."""
     if rule is KernelRounding.TRUNCATE and dtype is torch.bfloat16:

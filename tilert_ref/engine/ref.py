@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from tilert_ref.connector.layout import INDEX_PAGE_BYTES, page_count
 from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
@@ -29,11 +30,13 @@ class RefEngine:
         self.seq_len, self.last_prompt_token = 0, 0
 
     def inject(self, kv: PromptKV) -> None:
-        """Copies every layer's rows as they came. Raises ValueError where they don't fit this model."""
+        """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model."""
         self._check(kv)
         positions = torch.arange(kv.seq_len, device=self.cache.rows.device)
         for layer, planes in enumerate(kv.layers):
             self.cache.write(layer, positions, planes.latent, planes.rope)
+            if planes.index_pages is not None:
+                self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
 
     def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
@@ -83,16 +86,24 @@ class RefEngine:
         if not 0 < kv.seq_len < self.max_seq_len:
             raise ValueError(f"prompt of {kv.seq_len} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
         self._check_token(kv.last_prompt_token)
-        latent, rope = (kv.seq_len, c.kv_lora_rank), (kv.seq_len, c.qk_rope_head_dim)
         for index, planes in enumerate(kv.layers):
-            for name, tensor, shape in (("latent", planes.latent, latent), ("rope", planes.rope, rope)):
-                if tuple(tensor.shape) != shape or tensor.dtype != self.cache.rows.dtype:
-                    got = f"{list(tensor.shape)} {tensor.dtype}"
-                    raise ValueError(f"layer {index} {name}: {got}, expected {list(shape)} {self.cache.rows.dtype}")
+            _check_plane(f"layer {index} latent", planes.latent, self.cache.rows.dtype, kv.seq_len, c.kv_lora_rank)
+            _check_plane(f"layer {index} rope", planes.rope, self.cache.rows.dtype, kv.seq_len, c.qk_rope_head_dim)
+            if (planes.index_pages is None) != (c.index_topk is None):
+                has = "no index pages" if planes.index_pages is None else "index pages"
+                raise ValueError(f"layer {index}: {has} for a model with index_topk = {c.index_topk}")
+            if planes.index_pages is not None:
+                pages = page_count(kv.seq_len)
+                _check_plane(f"layer {index} index_pages", planes.index_pages, torch.uint8, pages, INDEX_PAGE_BYTES)
 
     def _check_token(self, token: int) -> None:
         if not 0 <= token < self.model.config.vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
+
+
+def _check_plane(name: str, plane: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    if tuple(plane.shape) != shape or plane.dtype != dtype:
+        raise ValueError(f"{name}: {list(plane.shape)} {plane.dtype}, expected {list(shape)} {dtype}")
 
 
 def load_engine(
@@ -109,23 +120,18 @@ def load_engine(
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal num_mtp.
     """
     config = load_config(model_dir)
-    _refuse_what_is_missing(config, num_mtp, max_seq_len)
+    _check_options(config, num_mtp, max_seq_len)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
     weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device)
     rope = rope_table(config, room, torch.bfloat16).to(device)
-    progress(f"KV cache: {cache.rows.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)")
+    progress(f"KV cache: {cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)")
     return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
 
 
-def _refuse_what_is_missing(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
-    if config.index_topk is not None:
-        raise ConfigError(
-            f"index_topk = {config.index_topk}: {config.architecture} attends sparsely (DSA). This engine attends "
-            "densely so far and would give other tokens, so it refuses; dense models of the family run."
-        )
+def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
     if not 0 <= num_mtp <= 3:
         raise ValueError(f"num_mtp = {num_mtp}, legal are 0 (no drafting) to 3")
     if num_mtp and not config.num_nextn_predict_layers:

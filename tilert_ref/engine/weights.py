@@ -14,6 +14,17 @@ from tilert_ref.engine.config import ModelConfig
 
 
 @dataclass(frozen=True)
+class IndexerWeights:
+    """Lightning indexer (DeepSeek-V3.2 report, section 2.1). Hi index heads of width d = 128."""
+
+    wq_b: torch.Tensor  # [Hi * d, q_lora_rank]
+    wk: torch.Tensor  # [d, D]
+    k_norm: torch.Tensor  # [d] fp32
+    k_norm_bias: torch.Tensor  # [d] fp32
+    weights_proj: torch.Tensor  # [Hi, D]
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """Multi-head latent attention (DeepSeek-V2 paper, section 2.1). H heads, L = kv_lora_rank."""
 
@@ -26,6 +37,7 @@ class AttentionWeights:
     w_uk: torch.Tensor  # [H, nope, L]: absorbs into the query
     w_uv: torch.Tensor  # [H, L, v]: expands the attended latent; stored as [H, v, L], the order vLLM's product reads
     o: torch.Tensor  # [D, H * v]
+    indexer: IndexerWeights | None  # None: attends densely
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,15 @@ class Weights:
     mtp: MtpWeights | None
 
 
+def _inner_last(w: torch.Tensor) -> torch.Tensor:
+    """[H, n, L] stored as [H, L, n]: torch's bf16 product over n is 4.6 times faster on an AVX2 machine than over rows.
+
+    For sparse models, whose prompts take this product too. Sums come out in another order, one bf16 result in 20,000
+    differs; dense models keep the order that equals vLLM's CPU kernels.
+    """
+    return w.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class _Loader:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype):
         self.config, self.checkpoint, self.device, self.dtype = config, checkpoint, device, dtype
@@ -95,9 +116,22 @@ class _Loader:
             kv_a=self.take(f"{p}kv_a_proj_with_mqa.weight", c.cache_width, d),
             kv_a_norm=self.take(f"{p}kv_a_layernorm.weight", latent),
             kv_b=kv_b,
-            w_uk=w_uk.contiguous(),
+            w_uk=w_uk.contiguous() if c.index_topk is None else _inner_last(w_uk),
             w_uv=w_uv.contiguous().transpose(1, 2),
             o=self.take(f"{p}o_proj.weight", d, heads * c.v_head_dim),
+            indexer=None if c.index_topk is None else self.indexer(f"{p}indexer."),
+        )
+
+    def indexer(self, p: str) -> IndexerWeights:
+        c = self.config
+        heads, width = c.index_n_heads, c.index_head_dim
+        return IndexerWeights(
+            wq_b=self.take(f"{p}wq_b.weight", heads * width, c.q_lora_rank),
+            wk=self.take(f"{p}wk.weight", width, c.hidden_size),
+            # Published in fp32 or bf16; vLLM computes this norm in fp32 either way.
+            k_norm=self.take(f"{p}k_norm.weight", width, dtype=torch.float32),
+            k_norm_bias=self.take(f"{p}k_norm.bias", width, dtype=torch.float32),
+            weights_proj=self.take(f"{p}weights_proj.weight", heads, c.hidden_size),
         )
 
     def mlp(self, p: str, inner: int) -> MlpWeights:

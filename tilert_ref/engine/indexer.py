@@ -1,0 +1,119 @@
+"""The lightning indexer of DeepSeek sparse attention: which cached tokens a query attends to.
+
+DeepSeek-V3.2 report, section 2.1. Hi index heads of width d = 128, one key a token. Query t scores token s by
+
+    I(t, s) = sum_j w_tj * ReLU(q_tj . k_s)                                                      (eq. 1)
+
+and attends to the index_topk tokens with the highest scores. Keys and queries are rounded to e4m3 with a power-of-two
+scale each, as in vLLM (sparse_attn_indexer.py): the cache holds the rounded keys. The scale of q is folded into w, the
+scale of k multiplies the sum; both are positive, so ReLU doesn't mind. Products and sums are fp32.
+
+vLLM has no Hadamard transform here (DeepSeek's own code has): it changes neither side's scores but for the rounding.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from tilert_ref.connector.rounding import INDEX_QUERY_FLOOR
+from tilert_ref.engine.batch import Batch, Seen
+from tilert_ref.engine.cache import KVCache, round_index
+from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.rope import apply_rope
+from tilert_ref.engine.weights import IndexerWeights
+
+K_NORM_EPS = 1e-6  # fixed by the reference code, not in config.json
+QUERIES = 64  # ranked together; bounds the scores in memory to [64, S]
+HEAD_SCORES = 2**20  # of the queries of a prompt that are multiplied together, before the sum over heads: 4 MB
+
+
+def lightning_index(
+    w: IndexerWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    layer: int,
+    batch: Batch,
+    x: torch.Tensor,
+    c_q: torch.Tensor,
+) -> Seen:
+    """x [T, D], c_q [T, q_lora_rank] (the query latent after its norm) -> the positions that each query attends to.
+
+    Writes the tokens' index keys first. A query that has no more than index_topk tokens before it sees them all.
+    """
+    if not batch.keep_rows:
+        cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
+    seen: Seen = [positions for positions in batch.causal() if positions.stop <= config.index_topk]
+    if len(seen) == len(x):
+        return seen
+
+    x, c_q, cos_sin = (t[len(seen) :] for t in (x, c_q, batch.cos_sin))
+    q, q_scale = round_index(index_queries(w, config, cos_sin, c_q), cache.index_dtype, INDEX_QUERY_FLOOR)
+    weights = index_weights(w, config, x, q_scale)  # [T, Hi]
+    k, k_scale = cache.read_index(layer, batch.end)  # [S, d], [S]
+    lengths = batch.lengths()[len(seen) :]
+    for start in range(0, len(x), QUERIES):
+        part = slice(start, start + QUERIES)
+        scores = index_scores(q[part].float(), weights[part], k, k_scale, lengths[part], apart=batch.absorbed)
+        seen += top_positions(scores, config.index_topk).unbind()
+    return seen
+
+
+def index_queries(w: IndexerWeights, config: ModelConfig, cos_sin: torch.Tensor, c_q: torch.Tensor) -> torch.Tensor:
+    """c_q [T, q_lora_rank] -> q [T, Hi, d]."""
+    q = F.linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)  # [T, Hi, d]
+    return _rotate(config, cos_sin, q)
+
+
+def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] -> k [T, d]. LayerNorm with a bias, in fp32, rounded once."""
+    k = F.linear(x, w.wk).float()  # [T, d]
+    k = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
+    return _rotate(config, batch.cos_sin, k)
+
+
+def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
+    """x [T, D], q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
+    weights = F.linear(x, w.weights_proj).float() * q_scale
+    return weights * config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+
+
+def index_scores(
+    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, lengths: list[int], *, apart: bool
+) -> torch.Tensor:
+    """Eq. 1: q [T, Hi, d], weights [T, Hi], k [S, d], k_scale [S] -> I [T, S] fp32, -inf from lengths[t] on.
+
+    apart: queries are taken one by one, as in attention.attend_absorbed and for the same reason: in decode the choice
+    of a query must not depend on how many others are fed beside it. Otherwise in groups, which is faster.
+    """
+    heads, tokens = q.shape[1], lengths[-1]
+    size = 1 if apart else max(1, HEAD_SCORES // (heads * tokens))  # G
+    scores = torch.full((len(q), tokens), float("-inf"), device=q.device)
+    for start in range(0, len(q), size):
+        q_g, w_g, seen = q[start : start + size], weights[start : start + size], lengths[start : start + size]
+        last = seen[-1]
+        dots = (q_g.flatten(0, 1) @ k[:last].T).relu_().view(len(q_g), heads, last)  # [G, Hi, last]
+        sums = (w_g[:, None] @ dots)[:, 0] * k_scale[:last]  # [G, last]
+        for row, values, length in zip(scores[start:], sums, seen, strict=False):
+            row[:length] = values[:length]
+    return scores
+
+
+def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` highest of each row of scores [T, S], as ascending positions [T, count].
+
+    Tie rule "lowest position first": of equal scores at the edge, the earlier tokens are chosen. (vLLM's kernels leave
+    it open; torch.topk too.) Raises FloatingPointError if a row has NaN, which has no rank.
+    """
+    highest = scores.topk(count, sorted=True).values  # [T, count], NaN first
+    if highest[:, 0].isnan().any():
+        raise FloatingPointError("the indexer's scores contain NaN: the index keys or the hidden states are broken")
+    edge = highest[:, -1:]  # [T, 1], the lowest score that is chosen
+    above, equal = scores > edge, scores == edge
+    room = count - above.sum(-1, keepdim=True)  # [T, 1], at least 1
+    chosen = above | (equal & (equal.cumsum(-1) <= room))
+    return chosen.nonzero()[:, 1].view(len(scores), count)  # row after row, ascending within each
+
+
+def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """RoPE on the first qk_rope_head_dim values of x [T, ..., d]. The pairing is the indexer's own (case K3)."""
+    rope, rest = x[..., : config.qk_rope_head_dim], x[..., config.qk_rope_head_dim :]
+    return torch.cat((apply_rope(rope, cos_sin, interleaved=config.indexer_rope_interleave), rest), dim=-1)
