@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Trains one of the tiny models that are committed in tilert_ref/tiny/models, on one GPU.
+
+    python scripts/train_tiny.py tiny-glm5 OUT
+
+OUT becomes a Hugging Face checkpoint directory with training_log.json beside it. About 10 minutes on an H200.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tilert_ref.engine.config import parse_config
+from tilert_ref.tiny.families import FAMILIES, published_weights, recipe, write_checkpoint
+from tilert_ref.tiny.train import Log, save_log, train
+from tilert_ref.tiny.train_model import TrainModel
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES, help="which model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on all step counts, for a try (default: 1)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=14, help="processes that make data (default: %(default)s)")
+    args = parser.parse_args()
+    family = FAMILIES[args.family]
+    tokenizer = family.tokenizer()
+    plan = recipe(args.scale, seed=args.seed, workers=args.workers)
+    config = parse_config(family.config())
+
+    def keep(model: TrainModel, log: Log) -> None:
+        write_checkpoint(family, published_weights(model), tokenizer, args.out)
+        save_log(log, args.out / "training_log.json")
+
+    say = functools.partial(print, flush=True)
+    train(config, family.dialect, tokenizer, plan, args.device, say, keep=keep)
+    print(f"wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
