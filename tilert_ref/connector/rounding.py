@@ -39,10 +39,10 @@ def tile_scales(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     ratio = amax.float() / E4M3_MAX
     if rule is ScaleRule.PLAIN:
         return ratio.clamp_min(_FLT_MIN)
-    return _next_power_of_two(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))
+    return next_power_of_two(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))
 
 
-def _next_power_of_two(x: torch.Tensor) -> torch.Tensor:
+def next_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2(x)) of positive fp32 values.
 
     The exponent is read, not computed with log2: same value for every bf16 amax, and no libm in between.
@@ -64,7 +64,7 @@ def quantize_index(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.T
         codes e4m3 [..., 128] and scales fp32 [...].
     """
     x = x.float()
-    scales = _next_power_of_two(x.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX)
+    scales = next_power_of_two(x.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX)
     return (x / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 
