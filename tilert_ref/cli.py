@@ -16,6 +16,7 @@ class Command:
 COMMANDS = {
     "demo": Command("tilert_ref.demo", "run the whole path on this machine and compare every token with vLLM"),
     "make-tiny": Command("tilert_ref.engine.make_tiny", "write a tiny checkpoint of a real architecture"),
+    "make-fp8": Command("tilert_ref.engine.make_fp8", "turn a bf16 checkpoint into block fp8, as published"),
     "generate": Command("tilert_ref.generate", "prefill and decode a prompt with our engine alone"),
     "bench": Command("tilert_ref.bench", "measure the engine: bench decode [--against vllm]"),
     "decode-server": Command("tilert_ref.decode_server.__main__", "serve decode: receives KV, streams token ids"),
