@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tilert_ref.engine.config import parse_config
 from tilert_ref.tiny.families import FAMILIES, published_weights, recipe, write_checkpoint
-from tilert_ref.tiny.train import Log, save_log, train
+from tilert_ref.tiny.train import Log, Training
 from tilert_ref.tiny.train_model import TrainModel
 
 
@@ -37,10 +37,10 @@ def main() -> int:
 
     def keep(model: TrainModel, log: Log) -> None:
         write_checkpoint(family, published_weights(model), tokenizer, args.out)
-        save_log(log, args.out / "training_log.json")
+        log.save(args.out / "training_log.json")
 
     say = functools.partial(print, flush=True)
-    train(config, family.dialect, tokenizer, plan, args.device, say, keep=keep)
+    Training(config, family.dialect, tokenizer, plan, args.device, say).run(keep)
     print(f"wrote {args.out}")
     return 0
 

@@ -9,7 +9,7 @@ import math
 import multiprocessing as mp
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,11 @@ from tokenizers import Tokenizer
 
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.tiny.chat import Dialect
+from tilert_ref.tiny.optimizer import Optimizer, Rates
 from tilert_ref.tiny.rows import ROW_KINDS, RowMaker
 from tilert_ref.tiny.train_model import Mode, Moe, TrainModel
+
+Say = Callable[[str], None]
 
 DRAFT_PASSES = 3
 KL_ROWS = 256
@@ -57,15 +60,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
+    """mtp_weight: of the drafts' mean loss (lambda of the DeepSeek-V3 paper, eq. 25). balance_rate: what a step adds to
+    or takes from an expert's bias. warmup: steps until the rates are reached. workers: processes that make data.
+    """
+
     stages: tuple[Stage, ...]
     seed: int = 0
-    muon_lr: float = 0.02
-    adam_lr: float = 3e-3
-    weight_decay: float = 0.05
+    rates: Rates = field(default_factory=Rates)
     mtp_weight: float = 0.3
     balance_rate: float = 1e-3
     warmup: int = 100
-    clip: float = 1.0
     workers: int = 14
 
     @property
@@ -93,22 +97,32 @@ def batch_of(maker: RowMaker, recipe: Recipe, step: int) -> tuple[np.ndarray, np
     stage, _ = recipe.stage_at(step)
     rng = random.Random(f"{recipe.seed}/{step}")
     count, length = stage.shape(step)
-    rows = [maker.row(rng, length) for _ in range(count)]
+    return _stack([maker.row(rng, length) for _ in range(count)])
+
+
+def _stack(rows: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int16 [B, T], answered bool [B, T])."""
     return np.stack([ids for ids, _ in rows]), np.stack([answered for _, answered in rows])
 
 
+def to_device(model: TrainModel, ids: np.ndarray, answered: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    device = model.rope.device
+    return torch.from_numpy(ids).to(device).long(), torch.from_numpy(answered).to(device)
+
+
 def _work(dialect: Dialect, tokenizer: str, recipe: Recipe, first: int, queue: Any) -> None:
+    """One data process: batches first, first + workers, ..."""
     maker = RowMaker(dialect, Tokenizer.from_str(tokenizer))
     for step in range(first, recipe.steps, recipe.workers):
         queue.put(batch_of(maker, recipe, step))
 
 
-def batches(dialect: Dialect, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def batches(maker: RowMaker, recipe: Recipe) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches in the order of their steps, made by `recipe.workers` processes."""
     context = mp.get_context("spawn")
     queues = [context.Queue(maxsize=4) for _ in range(recipe.workers)]
     workers = [
-        context.Process(target=_work, args=(dialect, tokenizer.to_str(), recipe, i, queue), daemon=True)
+        context.Process(target=_work, args=(maker.dialect, maker.tokenizer.to_str(), recipe, i, queue), daemon=True)
         for i, queue in enumerate(queues)
     ]
     for worker in workers:
@@ -121,91 +135,13 @@ def batches(dialect: Dialect, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[
             worker.terminate()
 
 
-# Optimiser
-
-
-class Muon:
-    """Momentum with orthogonalised updates for matrices (K. Jordan et al., 2024), stacks of matrices included.
-
-    Matrices of one shape are orthogonalised together: at this size the number of kernels is the cost.
-    """
-
-    def __init__(self, params: Sequence[torch.nn.Parameter], lr: float, decay: float, momentum: float = 0.95):
-        self.lr, self.decay, self.momentum = lr, decay, momentum
-        self.groups: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
-        for p in params:
-            self.groups.setdefault((p.shape[-2], p.shape[-1]), []).append(p)
-        self.buffers = {p: torch.zeros_like(p) for p in params}
-
-    @torch.no_grad()
-    def step(self, factor: float) -> None:
-        for shape, params in self.groups.items():
-            params = [p for p in params if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                self.buffers[p].lerp_(p.grad, 1 - self.momentum)
-            looked_ahead = [p.grad.lerp(self.buffers[p], self.momentum).view(-1, *shape) for p in params]
-            updates = orthogonal(torch.cat(looked_ahead)).split([len(g) for g in looked_ahead])
-            scale = max(1.0, shape[0] / shape[1]) ** 0.5
-            for p, update in zip(params, updates, strict=True):
-                p.mul_(1 - self.lr * factor * self.decay).add_(update.view_as(p), alpha=-self.lr * factor * scale)
-
-
-def orthogonal(g: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrices, [n, a, b] -> [n, a, b]."""
-    x = g.bfloat16() if g.is_cuda else g
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return (x.mT if tall else x).float()
-
-
-class Optimizer:
-    """Muon for the matrices of the layers; AdamW for embeddings, head, norms, router and indexer."""
-
-    def __init__(self, model: TrainModel, recipe: Recipe):
-        self.params = dict(model.named_parameters())
-        muon = [p for name, p in self.params.items() if self._is_muon(name, p)]
-        rest = [p for name, p in self.params.items() if not self._is_muon(name, p)]
-        decayed, plain = [p for p in rest if p.dim() > 1], [p for p in rest if p.dim() < 2]
-        self.muon = Muon(muon, recipe.muon_lr, recipe.weight_decay)
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW(groups, lr=recipe.adam_lr, betas=(0.9, 0.95), eps=1e-10)
-        self.recipe = recipe
-
-    @staticmethod
-    def _is_muon(name: str, p: torch.nn.Parameter) -> bool:
-        return p.dim() > 1 and ".layers." in name and "indexer" not in name and "mlp.gate.weight" not in name
-
-    def step(self, factor: float) -> None:
-        grads = [p for p in self.params.values() if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(grads, self.recipe.clip)
-        for group in self.adam.param_groups:
-            group["lr"] = self.recipe.adam_lr * factor
-        self.adam.step()
-        self.muon.step(factor)
-        self.adam.zero_grad(set_to_none=True)
-        for p in self.muon.buffers:
-            p.grad = None
-
-
 # One step
 
 
-@dataclass
-class Losses:
-    main: float = 0.0
-    mtp: float = 0.0
-    kl: float = 0.0
-
-
 def masked_loss(model: TrainModel, hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy at the positions where the target is the model's to predict."""
-    return F.cross_entropy(model.logits(hidden[mask]), targets[mask])
+    """Mean cross entropy at the positions where the target is the model's to predict; 0 if there are none."""
+    total = F.cross_entropy(model.logits(hidden[mask]), targets[mask], reduction="sum")
+    return total / mask.sum().clamp_min(1)
 
 
 def compute(
@@ -219,8 +155,8 @@ def compute(
     drafts = model.drafts(ids, hidden, mode, DRAFT_PASSES)
     main = masked_loss(model, hidden[:, :-1], ids[:, 1:], answered[:, 1:])
     mtp = torch.stack([masked_loss(model, d[:, :-1], ids[:, 2:], answered[:, 2:]) for d in drafts]).mean()
-    kl = mode.kl / max(mode.terms, 1)
-    parts = {"main": main.detach(), "mtp": mtp.detach(), "kl": torch.as_tensor(kl).detach()}
+    kl = mode.kl()
+    parts = {"main": main.detach(), "mtp": mtp.detach(), "kl": kl.detach()}
     if stage.kind == "indexer":
         return kl, parts
     return main + mtp_weight * mtp + kl, parts
@@ -231,32 +167,31 @@ def compute(
 
 @torch.no_grad()
 def evaluate(model: TrainModel, maker: RowMaker, length: int, sparse: bool, rows: int = 4) -> dict[str, Any]:
-    """Per kind of row: share of right tokens, near ties (top two within 2 bf16 ulp), and how often drafts hold."""
-    report: dict[str, Any] = {}
-    for kind in ROW_KINDS:
-        rng = random.Random(f"eval/{kind}")
-        made = [maker.row(rng, length, kind) for _ in range(rows)]
-        device = model.rope.device
-        ids = torch.from_numpy(np.stack([m[0] for m in made])).long().to(device)
-        answered = torch.from_numpy(np.stack([m[1] for m in made])).to(device)
-        mode = Mode(sparse=sparse)
-        hidden = model.hidden(ids, mode)
-        drafts = model.drafts(ids, hidden, mode, DRAFT_PASSES)
-        logits = model.logits(hidden)
-        top = logits.topk(2).values
-        ulp = 2.0 ** (top[..., 0].abs().log2().floor() - 7)
-        at = answered[:, 1:]
-        best = logits.argmax(-1)
-        report[kind] = {
-            "right": (best[:, :-1] == ids[:, 1:])[at].float().mean().item(),
-            "near_tie": (top[..., 0] - top[..., 1] < 2 * ulp)[:, :-1][at].float().mean().item(),
-            "loss": F.cross_entropy(logits[:, :-1][at], ids[:, 1:][at]).item(),
-            # slot i drafts token i+2, which the main model gives at position i+1
-            "drafts": [
-                (model.logits(d[:, :-1]).argmax(-1) == best[:, 1:-1])[at[:, 1:]].float().mean().item() for d in drafts
-            ],
-        }
-    return report
+    """Scores for every kind of row, the same rows each time."""
+    return {kind: _score(model, *_eval_rows(maker, kind, length, rows), sparse) for kind in ROW_KINDS}
+
+
+def _eval_rows(maker: RowMaker, kind: str, length: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = random.Random(f"eval/{kind}")
+    return _stack([maker.row(rng, length, kind) for _ in range(rows)])
+
+
+def _score(model: TrainModel, rows: np.ndarray, mask: np.ndarray, sparse: bool) -> dict[str, Any]:
+    """Share of right tokens, near ties (top two within 2 bf16 ulp), loss, and how often each pass' drafts hold."""
+    ids, answered = to_device(model, rows, mask)
+    mode = Mode(sparse=sparse)
+    hidden = model.hidden(ids, mode)
+    logits = model.logits(hidden)[:, :-1]
+    best, top, at = logits.argmax(-1), logits.topk(2).values, answered[:, 1:]
+    near = top[..., 0] - top[..., 1] < 2 * 2.0 ** (top[..., 0].abs().log2().floor() - 7)
+    # slot i drafts token i+2, which the main model gives at position i+1
+    guesses = [model.logits(d[:, :-1]).argmax(-1) for d in model.drafts(ids, hidden, mode, DRAFT_PASSES)]
+    return {
+        "right": (best == ids[:, 1:])[at].float().mean().item(),
+        "near_tie": near[at].float().mean().item(),
+        "loss": F.cross_entropy(logits[at], ids[:, 1:][at]).item(),
+        "drafts": [(guess == best[:, 1:])[at[:, 1:]].float().mean().item() for guess in guesses],
+    }
 
 
 def brief(report: dict[str, Any]) -> str:
@@ -269,68 +204,78 @@ def brief(report: dict[str, Any]) -> str:
 
 @dataclass
 class Log:
-    """Everything that was measured, kept beside the checkpoint."""
+    """What was measured, kept beside the checkpoint. Losses are means over the steps since the last entry."""
 
     recipe: dict[str, Any]
     losses: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    _count: int = 0
+
+    def collect(self, parts: dict[str, torch.Tensor]) -> None:
+        self._sums = {k: self._sums.get(k, 0) + v for k, v in parts.items()}
+        self._count += 1
+
+    def flush(self, step: int) -> dict[str, float]:
+        """Means of what was collected. Raises FloatingPointError if the main loss is no number."""
+        means = {k: float(v) / self._count for k, v in self._sums.items()}
+        self.losses.append({"step": step, **means})
+        self._sums, self._count = {}, 0
+        if not math.isfinite(means["main"]):
+            raise FloatingPointError(f"the loss is {means['main']} at step {step}")
+        return means
+
+    def save(self, path: Path) -> None:
+        kept = {"recipe": self.recipe, "losses": self.losses, "evaluations": self.evaluations}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def train(
-    config: ModelConfig,
-    dialect: Dialect,
-    tokenizer: Tokenizer,
-    recipe: Recipe,
-    device: str,
-    say: Callable[[str], None],
-    eval_every: int = 500,
-    keep: Callable[[TrainModel, Log], None] = lambda model, log: None,
-) -> tuple[TrainModel, Log]:
-    """Runs the recipe and returns the model and its log; `keep` gets both at the end of every stage."""
-    torch.manual_seed(recipe.seed)
-    with torch.device(device):
+# The whole
+
+
+class Training:
+    """A model being trained. say gets progress lines, keep the model and its log at the end of every stage."""
+
+    def __init__(
+        self, config: ModelConfig, dialect: Dialect, tokenizer: Tokenizer, recipe: Recipe, device: str, say: Say
+    ):
+        torch.manual_seed(recipe.seed)
         dtype = torch.bfloat16 if device != "cpu" else torch.float32
-        model = TrainModel(config, max(stage.length for stage in recipe.stages), dtype)
-    model.rope = model.rope.to(device)
-    optimizer, log, maker = Optimizer(model, recipe), Log(asdict(recipe)), RowMaker(dialect, tokenizer)
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {recipe.steps:,} steps")
-    started, sums, count = time.monotonic(), {}, 0
-    for step, (ids, answered) in enumerate(batches(dialect, tokenizer, recipe)):
-        stage, inner = recipe.stage_at(step)
-        _select(model, stage)
-        ids = torch.from_numpy(ids).to(device, non_blocking=True).long()
-        answered = torch.from_numpy(answered).to(device, non_blocking=True)
-        loss, parts = compute(model, stage, step, ids, answered, recipe.mtp_weight)
+        with torch.device(device):
+            self.model = TrainModel(config, max(stage.length for stage in recipe.stages), dtype)
+        self.model.rope = self.model.rope.to(device)
+        self.recipe, self.say, self.log = recipe, say, Log(asdict(recipe))
+        self.optimizer = Optimizer(self.model, recipe.rates)
+        self.maker = RowMaker(dialect, tokenizer)
+
+    def run(self, keep: Callable[[TrainModel, Log], None], eval_every: int = 500) -> None:
+        self.say(f"{sum(p.numel() for p in self.model.parameters()):,} parameters, {self.recipe.steps:,} steps")
+        started = time.monotonic()
+        for step, rows in enumerate(batches(self.maker, self.recipe)):
+            stage, inner = self.recipe.stage_at(step)
+            last = inner == stage.steps - 1
+            self._step(step, stage, *to_device(self.model, *rows))
+            if (inner + 1) % LOG_EVERY == 0 or last:
+                means = "  ".join(f"{k} {v:.4f}" for k, v in self.log.flush(step + 1).items())
+                elapsed = time.monotonic() - started
+                self.say(f"{elapsed:6.1f} s  step {step + 1:>5} {stage.kind} x{stage.length}  {means}")
+            if (step + 1) % eval_every == 0 or last:
+                self._evaluate(step, stage)
+            if last:
+                keep(self.model, self.log)
+
+    def _step(self, step: int, stage: Stage, ids: torch.Tensor, answered: torch.Tensor) -> None:
+        for name, p in self.model.named_parameters():
+            p.requires_grad_("indexer" in name or stage.kind != "indexer")
+        loss, parts = compute(self.model, stage, step, ids, answered, self.recipe.mtp_weight)
         loss.backward()
-        optimizer.step(recipe.lr_at(step))
-        for moe in (m for m in model.modules() if isinstance(m, Moe)):
-            moe.balance(recipe.balance_rate if stage.kind != "indexer" else 0.0)
-        sums, count = {k: sums.get(k, 0) + v for k, v in parts.items()}, count + 1
-        if count == LOG_EVERY or inner == stage.steps - 1:
-            means = {k: float(v) / count for k, v in sums.items()}
-            log.losses.append({"step": step + 1, **means})
-            say(
-                f"{time.monotonic() - started:6.1f} s  step {step + 1:>5} {stage.kind} x{stage.length}  "
-                + "  ".join(f"{k} {v:.4f}" for k, v in means.items())
-            )
-            if not math.isfinite(means["main"]):
-                raise FloatingPointError(f"the loss is {means['main']} at step {step + 1}")
-            sums, count = {}, 0
-        if (step + 1) % eval_every == 0 or inner == stage.steps - 1:
-            for sparse in {False, stage.kind == "sparse"}:
-                report = evaluate(model, maker, stage.length, sparse)
-                log.evaluations.append({"step": step + 1, "sparse": sparse, "length": stage.length, **report})
-                say(f"         {'sparse' if sparse else 'dense'}: {brief(report)}")
-        if inner == stage.steps - 1:
-            keep(model, log)
-    return model, log
+        self.optimizer.step(self.recipe.lr_at(step))
+        for moe in (m for m in self.model.modules() if isinstance(m, Moe)):
+            moe.balance(self.recipe.balance_rate if stage.kind != "indexer" else 0.0)
+        self.log.collect(parts)
 
-
-def _select(model: TrainModel, stage: Stage) -> None:
-    """In the indexer stage only the indexers learn."""
-    for name, p in model.named_parameters():
-        p.requires_grad_("indexer" in name or stage.kind != "indexer")
-
-
-def save_log(log: Log, path: Path) -> None:
-    path.write_text(json.dumps(asdict(log), indent=1) + "\n")
+    def _evaluate(self, step: int, stage: Stage) -> None:
+        for sparse in sorted({False, stage.kind == "sparse"}):
+            report = evaluate(self.model, self.maker, stage.length, sparse)
+            self.log.evaluations.append({"step": step + 1, "sparse": sparse, "length": stage.length, **report})
+            self.say(f"         {'sparse' if sparse else 'dense'}: {brief(report)}")

@@ -5,7 +5,7 @@ as bf16 is what was trained. Attention is dense (fused), or sparse by the lightn
 section 2.1). B sequences, T tokens, D hidden, H heads, J index heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -63,18 +63,33 @@ class Keys(NamedTuple):
     index: torch.Tensor  # [B, T, 128]
 
 
+class Queries(NamedTuple):
+    """What asks: main attention's queries, and the indexer's with their head weights."""
+
+    q: torch.Tensor  # [B, H, n, nope + rope]
+    index: torch.Tensor  # [B, n, J, 128]
+    weights: torch.Tensor  # [B, n, J]
+
+
 @dataclass
 class Mode:
     """How attention runs, and what it collects.
 
-    sparse: select index_topk rows. kl_rows: query positions [n] at which the indexer is compared with attention (None:
-    not at all; in sparse mode every query is). kl: the sum of those divergences over layers, and their number.
+    sparse: select index_topk rows. kl_rows: query positions [n] at which the indexer is compared with dense attention
+    (None: not at all; in sparse mode every query is compared, over the selected rows). divergences: one a layer or
+    block.
     """
 
     sparse: bool = False
     kl_rows: torch.Tensor | None = None
-    kl: torch.Tensor | float = 0.0
-    terms: int = 0
+    divergences: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, divergence: torch.Tensor) -> None:
+        self.divergences.append(divergence)
+
+    def kl(self) -> torch.Tensor:
+        """Their mean; zero if nothing was compared."""
+        return torch.stack(self.divergences).mean() if self.divergences else torch.zeros(())
 
 
 class Indexer(nn.Module):
@@ -103,10 +118,10 @@ class Indexer(nn.Module):
         return torch.cat((rotate(rope, cos_sin, self.c.indexer_rope_interleave), rest), dim=-1)
 
 
-def index_scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """I(t, s) = sum_j w(t, j) ReLU(q(t, j) . k(s)): q [B, n, J, 128], k [B, S, 128] -> [B, n, S] fp32."""
-    scores = torch.einsum("bnjd,bsd->bnjs", q, k).relu()  # [B, n, J, S]
-    return torch.einsum("bnjs,bnj->bns", scores, weights).float()
+def index_scores(queries: Queries, keys: torch.Tensor) -> torch.Tensor:
+    """I(t, s) = sum_j w(t, j) ReLU(q(t, j) . k(s)), keys [B, S, 128] -> [B, n, S] fp32."""
+    scores = torch.einsum("bnjd,bsd->bnjs", queries.index, keys).relu()  # [B, n, J, S]
+    return torch.einsum("bnjs,bnj->bns", scores, queries.weights).float()
 
 
 def divergence(probs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -143,55 +158,56 @@ class Attention(nn.Module):
         return Keys(k.transpose(1, 2), v.transpose(1, 2), self.indexer.keys(x, cos_sin))
 
     def forward(self, x: torch.Tensor, cos_sin: torch.Tensor, mode: Mode, keys: Keys) -> torch.Tensor:
-        c = self.c
+        """x [B, T, D], normed; keys may come from elsewhere (TrainModel.drafts). -> [B, T, D]."""
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
-        q = self.q_b_proj(q_latent).unflatten(-1, (c.num_attention_heads, -1))
-        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q = self.q_b_proj(q_latent).unflatten(-1, (self.c.num_attention_heads, -1))
+        q_nope, q_rope = q.split([self.c.qk_nope_head_dim, self.c.qk_rope_head_dim], dim=-1)
         q = torch.cat((q_nope, rotate(q_rope, cos_sin, True)), dim=-1).transpose(1, 2)  # [B, H, T, nope + rope]
         if mode.sparse:
-            out = self._sparse(x, q_latent, q, keys, cos_sin, mode)
+            out = self._sparse(Queries(q, *self.indexer.queries(x, q_latent, cos_sin)), keys, mode)
         else:
-            padded = F.pad(keys.v, (0, q.shape[-1] - c.v_head_dim))  # the fused kernel wants equal widths
-            out = F.scaled_dot_product_attention(q, keys.k, padded, is_causal=True, scale=c.softmax_scale)
-            out = out[..., : c.v_head_dim]
-            if mode.kl_rows is not None:
-                self._compare(x, q_latent, q, keys, cos_sin, mode)
+            out = self._dense(q, keys)
+        if not mode.sparse and mode.kl_rows is not None:
+            at = mode.kl_rows
+            index = self.indexer.queries(x[:, at], q_latent[:, at], cos_sin[at])
+            mode.add(self._dense_divergence(at, Queries(q[:, :, at], *index), keys))
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _compare(self, x, q_latent, q, keys: Keys, cos_sin, mode: Mode) -> None:
-        """Indexer against dense attention at mode.kl_rows (the warm-up stage of the report)."""
-        rows = mode.kl_rows
-        index_q, weights = self.indexer.queries(x[:, rows], q_latent[:, rows], cos_sin[rows])
-        future = torch.arange(x.shape[1], device=x.device) > rows[:, None]  # [n, T]
-        with torch.no_grad():
-            scores = q[:, :, rows] @ keys.k.transpose(-2, -1) * self.c.softmax_scale
-            probs = scores.float().masked_fill(future, float("-inf")).softmax(-1)
-        index = index_scores(index_q, weights, keys.index).masked_fill(future, float("-inf"))
-        mode.kl, mode.terms = mode.kl + divergence(probs, index), mode.terms + 1
+    def _dense(self, q: torch.Tensor, keys: Keys) -> torch.Tensor:
+        v = F.pad(keys.v, (0, q.shape[-1] - self.c.v_head_dim))  # the fused kernel wants equal widths
+        out = F.scaled_dot_product_attention(q, keys.k, v, is_causal=True, scale=self.c.softmax_scale)
+        return out[..., : self.c.v_head_dim]
 
-    def _sparse(self, x, q_latent, q, keys: Keys, cos_sin, mode: Mode) -> torch.Tensor:
-        index_q, weights = self.indexer.queries(x, q_latent, cos_sin)
+    def _dense_divergence(self, at: torch.Tensor, queries: Queries, keys: Keys) -> torch.Tensor:
+        """Indexer against dense attention for the queries at positions `at` [n] (the report's warm-up stage)."""
+        future = torch.arange(keys.k.shape[2], device=at.device) > at[:, None]  # [n, T]
+        with torch.no_grad():
+            scores = queries.q @ keys.k.transpose(-2, -1) * self.c.softmax_scale
+            probs = scores.float().masked_fill(future, float("-inf")).softmax(-1)
+        return divergence(probs, index_scores(queries, keys.index).masked_fill(future, float("-inf")))
+
+    def _sparse(self, queries: Queries, keys: Keys, mode: Mode) -> torch.Tensor:
+        """Block by block, each computed again for the backward pass: its scores would fill the memory."""
         outs = []
-        for first in range(0, x.shape[1], QUERY_CHUNK):
-            at = slice(first, first + QUERY_CHUNK)
-            end = min(first + QUERY_CHUNK, x.shape[1])
+        for first in range(0, keys.k.shape[2], QUERY_CHUNK):
+            end = first + QUERY_CHUNK
+            block = Queries(queries.q[:, :, first:end], queries.index[:, first:end], queries.weights[:, first:end])
             seen = Keys(keys.k[:, :, :end], keys.v[:, :, :end], keys.index[:, :end])
-            args = (q[:, :, at], seen.k, seen.v, index_q[:, at], weights[:, at], seen.index, first)
-            out, kl = checkpoint(self._sparse_block, *args, use_reentrant=False)
+            out, kl = checkpoint(self._sparse_block, block, seen, first, use_reentrant=False)
             outs.append(out)
-            mode.kl, mode.terms = mode.kl + kl, mode.terms + 1
+            mode.add(kl)
         return torch.cat(outs, dim=2)
 
-    def _sparse_block(self, q, k, v, index_q, weights, index_k, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sparse_block(self, queries: Queries, keys: Keys, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries first .. first + n - 1 over the rows that the indexer selects: ([B, H, n, v], KL over those rows)."""
-        n, end = q.shape[2], k.shape[2]
-        future = torch.ones(n, end, dtype=torch.bool, device=q.device).triu(first + 1)
-        index = index_scores(index_q, weights, index_k).masked_fill(future, float("-inf"))  # [B, n, S]
-        chosen = index.detach().topk(min(self.c.index_topk, end), dim=-1).indices
+        n, seen = queries.q.shape[2], keys.k.shape[2]
+        future = torch.ones(n, seen, dtype=torch.bool, device=keys.k.device).triu(first + 1)
+        index = index_scores(queries, keys.index).masked_fill(future, float("-inf"))  # [B, n, S]
+        chosen = index.detach().topk(min(self.c.index_topk, seen), dim=-1).indices
         hidden = torch.ones_like(index, dtype=torch.bool).scatter_(2, chosen, False) | future
-        scores = (q @ k.transpose(-2, -1)).float() * self.c.softmax_scale
+        scores = (queries.q @ keys.k.transpose(-2, -1)).float() * self.c.softmax_scale
         probs = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
-        return probs.to(v.dtype) @ v, divergence(probs, index.masked_fill(hidden, float("-inf")))
+        return probs.to(keys.v.dtype) @ keys.v, divergence(probs, index.masked_fill(hidden, float("-inf")))
 
 
 class Mlp(nn.Module):
