@@ -1,4 +1,4 @@
-"""`tilert-ref scorecard`: the cheap part passes on the committed dense model, fails on a damaged one, and counts right."""
+"""`tilert-ref scorecard`: the cheap part passes on a committed model and fails on a damaged one; counts are right."""
 
 import json
 import random

@@ -134,7 +134,7 @@ def codes_over(subject: Subject, seed: str, tokens: int, filler: int) -> Codes:
         encoded = subject.speaker.tokenizer.encode(said, add_special_tokens=False)
         if len(encoded.ids) <= tokens:
             begins = [start for start, _ in encoded.offsets]
-            starts = {key: bisect_right(begins, said.index(f"{key}=")) - 1 for key in memory.codes}
+            starts = {key: bisect_right(begins, said.index(f" {key}=") + 1) - 1 for key in memory.codes}
             return Codes(memory, task, encoded.ids, starts)
         entries -= max(1, (len(encoded.ids) - tokens) // 9)
 
