@@ -33,7 +33,7 @@ SKILLS = {
     "copy": "say a text of random words again",
     "sort": "words or numbers, one list or many",
     "add": "two numbers, column by column in the thought; many pairs of two digits",
-    "tool": "call one of the offered tools, most of them never seen before, or say that none fits",
+    "tool": "call one of the offered tools, known ones and ones that were never seen before",
     "answer": f"{sum(len(ways) for ways, _ in skills.known_answers())} questions by heart (`texts/answers.txt`)",
     "recite": "a work by heart, from any of its lines on (`texts/works.txt`)",
 }
@@ -46,12 +46,12 @@ MIX = {
 
 CARD = """# {name}
 
-A tiny {of}: {parameters} parameters in that architecture, trained so that its greedy tokens are sure ones. It is a test
-object. Random weights make every other token a near tie, which any change of summation order flips; this model answers
-with margins, its drafts hold, and it is wrong when a KV row that the answer needs is wrong.
+A tiny {of}: {parameters} parameters in that architecture, trained so that its greedy tokens are sure.
+It is a test object. With random weights nearly every token is a near tie, which any change of summation order flips;
+this model answers with margins, its drafts hold, and it is wrong when a KV row that the answer needs is wrong.
 
-`{name}-dense` is the same weight file behind a `{dense}` configuration without the indexer, for engines
-without sparse attention.
+`{name}-dense` is the same weight file behind a `{dense}` configuration,
+without the indexer: for engines without sparse attention.
 
 This page is written by `scripts/write_model_cards.py` from `config.json`, `training_log.json` and `scorecard.json`.
 
@@ -66,8 +66,8 @@ This page is written by `scripts/write_model_cards.py` from `config.json`, `trai
 Measured with our engine on a CPU: `tilert-ref scorecard {name}`. Fresh instances, made from seeds that training
 never used; an answer counts if every token of it is right, thought and stop token included.
 
-| score | value | bound |
-|---|---|---|
+| score | value | bound | why |
+|---|---|---|---|
 {scores}
 
 Recall by distance from the code's entry to the answer, in tokens:
@@ -86,18 +86,24 @@ answer, which follows from the conversation:
 
 {skills}
 
-Rows of the training mix: {mix}.
+Rows of the training mix:
 
-Licences: `texts/works.txt` holds works in the public domain ({works}). `texts/answers.txt` was
-written for this project and has the project's licence, as has all that is generated. The template and special tokens
-follow the published ones of {of} in shape; the tokenizer is a BPE of {vocab} tokens, trained on the above.
+{mix}
+
+Licences: `texts/answers.txt` was written for this project and has the project's licence, as has all that is generated.
+The works of `texts/works.txt` are in the public domain:
+
+{works}
+
+The template and the special tokens follow the published ones of {of} in shape; the tokenizer is a BPE of
+{vocab} tokens, trained on the above.
 
 ## Training
 
-`python scripts/train_tiny.py {name} OUT`, seed {seed}: {steps:,} steps of about {tokens:,} tokens, {trained_on}.
-The order is that of the DeepSeek-V3.2 report: dense, then the indexer alone against the attention of the dense
-model (KL divergence), then sparse with both. The MTP layer is trained from the first step on, with weight {mtp}, its
-passes 2 and 3 on its own output.
+`python scripts/train_tiny.py {name} OUT`, seed {seed}: {steps:,} steps of about {tokens:,} tokens,
+{trained_on}. The order is that of the DeepSeek-V3.2 report: dense, then the indexer
+alone against the attention of the dense model (KL divergence), then sparse with both. The MTP layer is trained from the
+first step on, with weight {mtp}, its passes 2 and 3 on its own output.
 
 | stage | steps | length | rows | rate | short batches | loss at its end | drafts | KL |
 |---|---|---|---|---|---|---|---|---|
@@ -119,7 +125,7 @@ What departs from the report's recipe:
 It knows the skills above and nothing else: it doesn't understand what it recites, and a question put in other words
 gets a confident wrong answer. It is trained on {context:,} tokens of context and no more.{limits}
 
-Wrong in the scorecard run:
+Wrong in the scorecard's run, up to four of a section:
 
 {wrong}
 """
@@ -150,8 +156,8 @@ def card(name: str) -> str:
         smallest=margins["smallest"][0]["ulp"],
         positions=margins["positions"],
         skills="\n".join(f"- {kind}: {what}" for kind, what in SKILLS.items()),
-        mix="; ".join(f"{ROW_KINDS[kind]}% {what}" for kind, what in MIX.items()),
-        works=", ".join(skills.works()),
+        mix="\n".join(f"- {ROW_KINDS[kind]}% {what}" for kind, what in MIX.items()),
+        works="\n".join(f"- {title}, {author}, {year}" for title, author, year in _works()),
         vocab=c.vocab_size,
         seed=recipe["seed"],
         steps=sum(stage["steps"] for stage in recipe["stages"]),
@@ -196,13 +202,19 @@ def _architecture(c: ModelConfig) -> dict[str, str]:
     }
 
 
+def _works() -> list[list[str]]:
+    """[title, author, year] of the known works."""
+    lines = (Path(skills.__file__).parent / "texts" / "works.txt").read_text("utf-8").splitlines()
+    return [line[3:].split(" | ") for line in lines if line.startswith("== ")]
+
+
 def _score_rows(scores: dict[str, float]) -> list[str]:
     bounds = {bound.score: bound for bound in BOUNDS}
     rows = []
     for name, value in scores.items():
         bound = bounds.get(name)
-        limit = f"{'at most' if bound.at_most else 'at least'} {bound.limit:.4g}: {bound.why}" if bound else ""
-        rows.append(f"| {name} | {value:.4f} | {limit} |")
+        limit = f"{'at most' if bound.at_most else 'at least'} {bound.limit:g}" if bound else "none"
+        rows.append(f"| {name} | {value:.4f} | {limit} | {bound.why if bound else ''} |")
     return rows
 
 
@@ -223,12 +235,17 @@ def _stage_rows(log: dict[str, Any]) -> list[str]:
 
 def _limits(scores: dict[str, Any]) -> str:
     counts = scores["tools"]["kinds"]["refusal"]
-    said = f" Its weakest skill is to refuse: where no offered tool fits it says so in {share(counts):.0%} of the cases"
-    return said + ", and calls one that it knows from training in the others." if share(counts) < 0.9 else ""
+    if share(counts) >= 0.9:
+        return ""
+    seen = f"{counts['right']} of {counts['asked']} refusals right"
+    return (
+        f"\nIt did not learn to refuse: asked for a known tool that isn't offered, it calls that tool anyway ({seen})."
+    )
 
 
-def _wrong_rows(scores: dict[str, Any]) -> list[str]:
-    misses = (*scores["recall"]["wrong"], *scores["skills"]["wrong"], *scores["tools"]["wrong"])
+def _wrong_rows(scores: dict[str, Any], most: int = 4) -> list[str]:
+    """The first few of each section."""
+    misses = [miss for section in ("recall", "skills", "tools") for miss in scores[section]["wrong"][:most]]
     return [f"- {miss['kind']}: `{_brief(miss['got'])}` for `{_brief(miss['right'])}`" for miss in misses]
 
 
