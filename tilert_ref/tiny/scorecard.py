@@ -42,16 +42,25 @@ class Plan:
     only: str = ""
 
 
-FULL = Plan("full", 4, 8, 32, 40, 16, golden.GOLDEN_PROMPTS, golden.GOLDEN_TOKENS)
+FULL = Plan(
+    "full",
+    conversations=4,
+    questions=8,
+    tasks=32,
+    calls=40,
+    refusals=16,
+    golden=golden.GOLDEN_PROMPTS,
+    tokens=golden.GOLDEN_TOKENS,
+)
 QUICK = Plan(
     "quick",
-    1,
-    4,
-    3,
-    6,
-    2,
-    8,
-    64,
+    conversations=1,
+    questions=4,
+    tasks=3,
+    calls=6,
+    refusals=2,
+    golden=8,
+    tokens=64,
     only="one conversation for recall, a tenth of the tasks, 64 tokens of 8 golden prompts",
 )
 
