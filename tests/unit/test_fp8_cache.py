@@ -14,6 +14,7 @@ from tilert_ref.connector.rounding import (
     ScaleRead,
     ScaleRule,
     dequantize_latent,
+    e4m3_values,
     quantize_fp8_ds_mla,
 )
 from tilert_ref.decode_server.engine_process import Host
@@ -63,6 +64,11 @@ def test_k1_literal_through_the_cache(rule: ScaleRule, scale_bytes: str, codes: 
     second = {POWER_OF_TWO: 0.3125, PLAIN: 0.28515625}[rule]  # 0.285714 in bf16
     assert cache.read(0, 6)[5, :2].tolist() == [1.0, second]
     assert torch.equal(cache.read(0, 6)[5, 512:], rope[0])
+
+
+def test_every_code_has_its_value() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(3, 3)[:, :512].view(torch.float8_e4m3fn)
+    assert torch.equal(e4m3_values(codes).nan_to_num(7e7), codes.float().nan_to_num(7e7))
 
 
 def test_the_two_readers_part_on_plain_scales_only() -> None:
@@ -247,12 +253,15 @@ def questions(speaker: Speaker, recalls: int) -> Iterator[Golden]:
     ("name", "dialect", "rule"), [("tiny-glm5", GLM, POWER_OF_TWO), ("tiny-dsv32", DEEPSEEK, PLAIN)]
 )
 def test_the_trained_models_still_answer(name: str, dialect: Dialect, rule: ScaleRule) -> None:
-    """Contexts beyond index_topk; with and without drafts, right and the same."""
+    """Contexts beyond index_topk; drafting on its own prefill, and without drafts on the planes of that."""
     directory = model_dir(name)
-    engines = [fp8_engine(directory, rule, max_seq_len=1024, num_mtp=n) for n in (0, 2)]
+    drafting, plain = (fp8_engine(directory, rule, max_seq_len=1024, num_mtp=n) for n in (2, 0))
     speaker = Speaker(dialect, Tokenizer.from_file(str(directory / "tokenizer.json")))
     asked = list(questions(speaker, 6))
     assert [len(golden.prompt) > 500 for golden in asked] == [True] * 6 + [False]
     for golden in asked:
-        for engine in engines:
-            assert run(engine, engine.prefill(golden.prompt, GREEDY), len(golden.answer)) == golden.answer
+        first = drafting.prefill(golden.prompt, GREEDY)
+        kv = handed_over(drafting, golden.prompt)
+        plain.inject(replace(kv, layers=kv.layers[:3]))
+        for engine in (drafting, plain):
+            assert run(engine, first, len(golden.answer)) == golden.answer

@@ -20,6 +20,7 @@ INDEX_QUERY_FLOOR = 1e-10
 indexer_k_quant_and_cache_kernel) and one for queries (sparse_attn_indexer.py and fp8_utils.py)."""
 
 _MIN_POWER_OF_TWO_INPUT = 1e-4
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _FLT_MIN = torch.finfo(torch.float32).tiny
 
 
@@ -109,8 +110,15 @@ def dequantize_latent(codes: torch.Tensor, scales: torch.Tensor, read: ScaleRead
     """e4m3 [n, 512] and fp32 [n, 4] -> bf16 [n, 512]."""
     if read is ScaleRead.BF16:
         scales = scales.bfloat16().float()
-    tiles = codes.float().unflatten(1, (-1, TILE)) * scales[..., None]
+    tiles = e4m3_values(codes).unflatten(1, (-1, TILE)) * scales[..., None]
     return tiles.flatten(1).bfloat16()
+
+
+def e4m3_values(codes: torch.Tensor) -> torch.Tensor:
+    """codes.float(), by table on a CPU, where torch's cast takes five times as long (2 million codes: 19 ms to 4)."""
+    if codes.device.type != "cpu":
+        return codes.float()
+    return _E4M3_VALUES.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def check_scale_rule(codes: torch.Tensor, scales: torch.Tensor, rule: ScaleRule) -> None:

@@ -52,7 +52,8 @@ def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 20
     """Runs a prompt and fills the main layers' rows; returns all hidden states [T, D].
 
     A single token takes decode's form of attention, as in vLLM (its MLA back ends count one-token queries as decodes).
-    A sparse model takes it for every token, also as in vLLM.
+    A sparse model takes it for every token, on the rows as the cache holds them. So does vLLM with the exception that
+    docs/numerics.md names ("Sparse models").
     """
     hidden = []
     for first in range(0, len(prompt), chunk):
