@@ -233,8 +233,9 @@ def test_a_dense_model_has_no_fp8_rows(tiny) -> None:
 def test_unknown_names(tiny) -> None:
     with pytest.raises(ValueError, match="'int4'; legal: .*'fp8_ds_mla'"):
         load_engine(tiny("glm5"), kv_cache_dtype="int4")
-    with pytest.raises(ValueError, match="'rounded' is not a valid ScaleRule"):
-        load_engine(tiny("glm5"), kv_cache_dtype="fp8", kv_scale_rule="rounded")
+    for dtype in ("fp8", "bf16"):
+        with pytest.raises(ValueError, match="kv_scale_rule = 'rounded', legal: power_of_two, plain"):
+            load_engine(tiny("glm5"), kv_cache_dtype=dtype, kv_scale_rule="rounded")
 
 
 # the trained models

@@ -150,9 +150,7 @@ def load_engine(
     """
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
-    scale_rule = ScaleRule(kv_scale_rule) if row_format(kv_cache_dtype) is FP8_DS_MLA else None
-    if scale_rule is not None:
-        check_fp8_rows(config)
+    scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
     weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
@@ -162,6 +160,18 @@ def load_engine(
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
+
+
+def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRule | str) -> ScaleRule | None:
+    """The rule of an fp8_ds_mla cache, None for bf16. Raises ValueError naming what is legal."""
+    rules = {rule.value: rule for rule in ScaleRule}
+    rule = kv_scale_rule if isinstance(kv_scale_rule, ScaleRule) else rules.get(kv_scale_rule)
+    if rule is None:
+        raise ValueError(f"kv_scale_rule = {kv_scale_rule!r}, legal: {', '.join(rules)}")
+    if row_format(kv_cache_dtype) is not FP8_DS_MLA:
+        return None
+    check_fp8_rows(config)
+    return rule
 
 
 def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
