@@ -114,7 +114,7 @@ def test_facts_say_how_the_bytes_were_made(tiny) -> None:
 
 
 @pytest.mark.parametrize("num_mtp", [0, 2])
-@pytest.mark.parametrize(("arch", "rule"), zip(ARCHS, ScaleRule, strict=True))
+@pytest.mark.parametrize(("arch", "rule"), list(zip(ARCHS, ScaleRule, strict=True)))
 def test_injected_planes_decode_like_own_prefill(arch: str, num_mtp: int, rule: ScaleRule, tiny) -> None:
     directory = tiny(arch, index_topk=TOPK)
     source = fp8_engine(directory, rule, num_mtp=num_mtp)
