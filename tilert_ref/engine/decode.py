@@ -54,7 +54,8 @@ def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 20
     cached: the rows of that many first tokens are in the cache, from an earlier call; only the rest is run.
 
     A single token takes decode's form of attention, as in vLLM (its MLA back ends count one-token queries as decodes).
-    A sparse model takes it for every token, also as in vLLM.
+    A sparse model takes it for every token, on the rows as the cache holds them. So does vLLM with the exception that
+    docs/numerics.md names ("Sparse models").
     """
     hidden = []
     for first in range(cached, len(prompt), chunk):
