@@ -12,6 +12,7 @@ Rows are read through the block ids that the scheduler gave out, right after the
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,12 @@ def main(plan_path: str, out_path: str) -> None:
         **plan["engine"],
     )
     params = SamplingParams(temperature=0, max_tokens=plan["tokens"], ignore_eos=True, logprobs=5)
-    recorded = {name: record(llm, plan["prompts"], params, name, spy) for name in plan["rounds"]}
-    torch.save(recorded | {"facts": facts(llm)}, out_path)
+    recorded, seconds = {}, {}
+    for name in plan["rounds"]:
+        started = time.monotonic()
+        recorded[name] = record(llm, plan["prompts"], params, name, spy)
+        seconds[name] = time.monotonic() - started
+    torch.save(recorded | {"facts": facts(llm) | {"seconds": seconds}}, out_path)
 
 
 def record(llm: LLM, prompts: list[list[int]], params: SamplingParams, name: str, spy: BlockSpy) -> list[dict]:
