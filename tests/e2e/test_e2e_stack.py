@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 
 from tilert_ref.demo import Reference, compare, complete, stream_chat, vllm_decode
 from tilert_ref.stack import Process, Stack
-from tilert_ref.tiny import model_dir
-from tilert_ref.tiny.skills import works
+from tilert_ref.tiny import model_dir, skills
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOKENS = 32
@@ -43,7 +42,7 @@ def client_of(stack: Stack) -> openai.OpenAI:
 @cache
 def known_text() -> list[int]:
     """Texts that the model knows by heart, as token ids: what follows any part of them is sure."""
-    texts = [f"{title}\n" + "\n".join(lines) for title, lines in works().items()]
+    texts = [f"{title}\n" + "\n".join(lines) for title, lines in skills.works().items()]
     tokenizer = Tokenizer.from_file(str(model_dir("tiny-glm5-dense") / "tokenizer.json"))
     return tokenizer.encode("\n\n".join(texts), add_special_tokens=False).ids
 
