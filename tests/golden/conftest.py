@@ -110,7 +110,7 @@ def recorded(
         "golden_compiled": Plan(model, trained_prompts[COMPILED], GOLDEN_TOKENS, ["batch"], compiled),
         "golden_repeat": Plan(model, trained_prompts[REPEATED], GOLDEN_TOKENS, ["repeat", "alone"]),
     }
-    needed = {fixture for item in request.session.items for fixture in getattr(item, "fixturenames", ())}
+    needed = {name for item in request.session.items for name in _names(item)}
     children: list[subprocess.Popen] = []
     with ThreadPoolExecutor(2) as lanes:
         futures: dict[str, Future[Recording]] = {
@@ -122,6 +122,12 @@ def recorded(
         lanes.shutdown(wait=False, cancel_futures=True)
         for child in children:
             child.kill()
+
+
+def _names(item: pytest.Item) -> list[str]:
+    """The fixtures of a test, and those that its parameters name."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [*getattr(item, "fixturenames", ()), *(value for value in parameters if isinstance(value, str))]
 
 
 @pytest.fixture(scope="session")
