@@ -30,7 +30,7 @@ CONTEXT = 4608  # what the trained models were trained on
 EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257]
 EDGE_TOKENS = 16
 CHUNK = 256
-# Some prompts of all kinds (these come in turns of 8): alone again costs as much as the main recording, compiled vLLM has
+# Some prompts of all kinds, which come in turns of 8. Alone again costs as much as the main recording, compiled vLLM has
 # 22 s of compiler before it, drafting is slow on a CPU.
 REPEATED = slice(0, None, 7)
 COMPILED = slice(1, None, 7)
