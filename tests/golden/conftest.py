@@ -30,8 +30,8 @@ CONTEXT = 4608  # what the trained models were trained on
 EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257]
 EDGE_TOKENS = 16
 CHUNK = 256
-# Some prompts of all kinds, which come in turns of 8. Alone again costs as much as the main recording, compiled vLLM has
-# 22 s of compiler before it, drafting is slow on a CPU.
+# Some prompts of all kinds, which come in turns of 8. Alone again costs as much as the main recording, compiled vLLM
+# begins with 22 s of compiler, drafting is slow on a CPU.
 REPEATED = slice(0, None, 7)
 COMPILED = slice(1, None, 7)
 DRAFTED = slice(2, None, 13)
@@ -109,7 +109,7 @@ def recorded(
         "golden_shuffled": Plan(model, shuffled, GOLDEN_TOKENS, ["batch"]),
         "golden_mtp": Plan(model, trained_prompts[DRAFTED], DRAFTED_TOKENS, ["alone"], speculative),
         "golden_compiled": Plan(model, trained_prompts[COMPILED], GOLDEN_TOKENS, ["batch"], compiled),
-        "golden_repeat": Plan(model, trained_prompts[REPEATED], GOLDEN_TOKENS, ["repeat", "alone"]),
+        "golden_repeat": Plan(model, trained_prompts[REPEATED], GOLDEN_TOKENS, ["repeat"]),
     }
     needed = {name for item in request.session.items for name in _names(item)}
     children: list[subprocess.Popen] = []
@@ -155,7 +155,7 @@ def golden_shuffled(recorded: Callable[[str], Recording], trained_prompts: list[
 
 @pytest.fixture(scope="session")
 def golden_repeat(recorded: Callable[[str], Recording]) -> Recording:
-    """Every seventh prompt alone, twice, in another process."""
+    """Every seventh prompt alone once more, in another process and after other prompts."""
     return recorded("golden_repeat")
 
 

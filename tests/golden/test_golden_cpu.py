@@ -96,7 +96,6 @@ def test_tokens(golden: Recording, ours: list[Replay], say: Callable[[str], None
         ("golden_shuffled", "batch", EVERYTHING),
         ("golden_compiled", "batch", COMPILED),
         ("golden_repeat", "repeat", REPEATED),
-        ("golden_repeat", "alone", REPEATED),
         ("golden_chunked", "alone", EVERYTHING),
         ("golden_chunked", "repeat", EVERYTHING),
     ],
