@@ -1,17 +1,18 @@
 """`tilert-ref demo`: the whole path on one machine, compared with vLLM token by token.
 
-A tiny checkpoint, vLLM with our connector, a decode server and the router, all as real processes on the loopback
-interface; one chat answer streamed to the openai client; then vLLM decodes the same prompt by itself, and every token
-gets a verdict.
+A trained tiny model, vLLM with our connector, a decode server and the router, all as real processes on the loopback
+interface. The openai client gets a streamed chat answer, then a tool call, and the answer to the tool's result. vLLM
+decodes the same prompts by itself, and every token gets a verdict.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,34 @@ import httpx
 import openai
 
 from tilert_ref.engine.make_tiny import make_tiny
-from tilert_ref.stack import Process, Stack, StackError, end_on_signals, free_port, vllm_server
+from tilert_ref.stack import Process, Stack, StackError, answer_grammar, end_on_signals, free_port, vllm_server
+from tilert_ref.tiny import model_dir
+from tilert_ref.tiny.skills import KNOWN_TOOLS
 from tilert_ref.verdict import Verdict, judge
 
 # Dense models only: vLLM has no sparse attention on a CPU ("Sparse Attention is not supported").
 ARCHS = ("dsv3", "dsv2", "glm47", "kimi")
 WITHOUT_MTP = ("dsv2", "kimi")
+TRAINED = "tiny-glm5-dense"
+TOOL_QUESTION = "What is the weather in Paris?"
+TOOL_RESULT = "21 degrees and sun"
+END = -1  # stands for the stop token at the end of an answer: it is a choice of the model's too, and is compared
 REQUEST_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer. Times in ms; first_token and total are the client's clock, timing is the router's report."""
+    """One streamed answer. Times in ms; first_token and total are the client's clock, timing is the router's report.
+
+    ids without the stop token; finish_reason as the router says it. calls: the tool calls as OpenAI has them.
+    """
 
     prompt_ids: list[int]
     ids: list[int]
     text: str
+    reasoning: str
+    calls: list[dict[str, Any]]
+    finish_reason: str
     first_token_ms: float
     total_ms: float
     timing: dict[str, Any]
@@ -44,10 +57,15 @@ class Answer:
     def per_token_ms(self) -> float | None:
         return (self.total_ms - self.first_token_ms) / (len(self.ids) - 1) if len(self.ids) > 1 else None
 
+    @property
+    def choices(self) -> list[int]:
+        """What the model chose at each position: ids, and END where it stopped by itself."""
+        return self.ids if self.finish_reason == "length" else [*self.ids, END]
+
 
 @dataclass(frozen=True)
 class Reference:
-    """vLLM's own greedy decode: ids[i], and top[i], its best two as (id, logprob), best first."""
+    """vLLM's own greedy decode: ids[i], and top[i], its best two as (id, logprob), best first. END: the stop token."""
 
     ids: list[int]
     top: list[list[tuple[int, float]]]
@@ -79,6 +97,12 @@ class Comparison:
     def count(self, verdict: Verdict) -> int:
         return sum(d.verdict == verdict for d in self.differences)
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Comparison]") -> "Comparison":
+        """Several answers as one."""
+        differences = itertools.chain.from_iterable(part.differences for part in parts)
+        return cls(sum(part.tokens for part in parts), list(differences), sum(part.anchors for part in parts))
+
     @property
     def line(self) -> str:
         tie, diverged = self.count("tie"), self.count("diverged")
@@ -94,6 +118,7 @@ def compare(ours: list[int], reference: Reference, again: Callable[[int], list[i
     result, start = Comparison(len(reference.ids)), 0
     for position, (theirs, top) in enumerate(zip(reference.ids, reference.top, strict=True)):
         if position - start >= len(ours):
+            # No END of ours, and vLLM goes on: the stack lost tokens.
             raise ValueError(
                 f"the stack gave {len(ours)} tokens from position {start}, vLLM {len(reference.ids)} in all"
             )
@@ -110,34 +135,59 @@ def compare(ours: list[int], reference: Reference, again: Callable[[int], list[i
 
 # Talking to the stack
 
+Show = Callable[[str, str], None]
+"""Gets a piece of an answer as it arrives: what it is ("reasoning", "content"), and the text."""
 
-def stream_chat(router_url: str, prompt: str, max_tokens: int, show: Callable[[str], None]) -> Answer:
-    """One greedy chat answer through the real openai client; show gets the text as it arrives."""
+
+def stream_chat(
+    router_url: str, messages: Sequence[dict], max_tokens: int, show: Show, *, ignore_eos: bool = True, **extra: Any
+) -> Answer:
+    """One greedy chat answer through the real openai client. extra: further fields (tools, chat_template_kwargs)."""
     client = openai.OpenAI(base_url=f"{router_url}/v1", api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0)
     model = client.models.list().data[0].id
-    started = first = time.monotonic()
-    prompt_ids, ids, text, timing = [], [], "", {}
+    body = {"ignore_eos": ignore_eos, "return_token_ids": True} | extra
+    heard = _Heard(show)
     with client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=max_tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
+        model=model, messages=list(messages), max_tokens=max_tokens, temperature=0, stream=True, extra_body=body
     ) as stream:
         for chunk in stream:
-            extra = chunk.model_extra or {}
-            prompt_ids = extra.get("prompt_token_ids") or prompt_ids
-            timing = extra.get("pd_timing_ms") or timing
-            for choice in chunk.choices:
-                new = (choice.model_extra or {}).get("token_ids") or []
-                if new and not ids:
-                    first = time.monotonic()
-                ids += new
-                text += choice.delta.content or ""
-                show(choice.delta.content or "")
-    now = time.monotonic()
-    return Answer(prompt_ids, ids, text, (first - started) * 1e3, (now - started) * 1e3, timing)
+            heard.hear(chunk)
+    return heard.answer()
+
+
+class _Heard:
+    """Collects the chunks of one streamed answer."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._started = self._first = time.monotonic()
+        self._prompt_ids, self._ids, self._calls, self._timing = [], [], [], {}
+        self._text = {"reasoning": "", "content": ""}
+        self._finish = ""
+
+    def hear(self, chunk: Any) -> None:
+        extra = chunk.model_extra or {}
+        self._prompt_ids = extra.get("prompt_token_ids") or self._prompt_ids
+        self._timing = extra.get("pd_timing_ms") or self._timing
+        for choice in chunk.choices:
+            new = (choice.model_extra or {}).get("token_ids") or []
+            if new and not self._ids:
+                self._first = time.monotonic()
+            self._ids += new
+            self._finish = choice.finish_reason or self._finish
+            self._calls += [call.model_dump(exclude={"index"}) for call in choice.delta.tool_calls or []]
+            self._say("reasoning", (choice.delta.model_extra or {}).get("reasoning_content") or "")
+            self._say("content", choice.delta.content or "")
+
+    def _say(self, kind: str, piece: str) -> None:
+        self._text[kind] += piece
+        if piece:
+            self._show(kind, piece)
+
+    def answer(self) -> Answer:
+        times = ((at - self._started) * 1e3 for at in (self._first, time.monotonic()))
+        said = self._text["content"], self._text["reasoning"]
+        return Answer(self._prompt_ids, self._ids, *said, self._calls, self._finish, *times, self._timing)
 
 
 def complete(url: str, prompt_ids: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
@@ -150,10 +200,14 @@ def complete(url: str, prompt_ids: list[int], max_tokens: int, **extra: Any) -> 
     return reply.json()["choices"][0]
 
 
-def vllm_decode(vllm_url: str, prompt_ids: list[int], max_tokens: int) -> Reference:
+def vllm_decode(vllm_url: str, prompt_ids: list[int], max_tokens: int, *, ignore_eos: bool = True) -> Reference:
     """vLLM's own greedy decode; the request is unmarked, so the connector leaves it alone."""
-    choice = complete(vllm_url, prompt_ids, max_tokens, logprobs=2)
-    return Reference(choice["token_ids"], [_best_two(top) for top in choice["logprobs"]["top_logprobs"]])
+    choice = complete(vllm_url, prompt_ids, max_tokens, logprobs=2, ignore_eos=ignore_eos)
+    ids, top = choice["token_ids"], [_best_two(top) for top in choice["logprobs"]["top_logprobs"]]
+    if choice["finish_reason"] == "stop":  # vLLM's ids end with the stop token
+        top[-1] = [(END if token == ids[-1] else token, logprob) for token, logprob in top[-1]]
+        ids = [*ids[:-1], END]
+    return Reference(ids, top)
 
 
 def _best_two(top: dict[str, float]) -> list[tuple[int, float]]:
@@ -170,6 +224,7 @@ class Report:
     def __init__(self, as_json: bool) -> None:
         self._out = sys.stderr if as_json else sys.stdout
         self._started = time.monotonic()
+        self._kind = ""
 
     def step(self, text: str) -> None:
         self.line(f"[{time.monotonic() - self._started:6.1f} s] {text}")
@@ -177,15 +232,23 @@ class Report:
     def line(self, text: str = "") -> None:
         print(text, file=self._out, flush=True)
 
-    def piece(self, text: str) -> None:
+    def piece(self, kind: str, text: str) -> None:
         """Part of an answer. A random model writes control characters too; they would garble a terminal."""
-        print("".join(c if c.isprintable() or c == " " else "·" for c in text), end="", file=self._out, flush=True)
+        if kind != self._kind:
+            print("\n  (thinks) " if kind == "reasoning" else "\n  ", end="", file=self._out)
+            self._kind = kind
+        print("".join(c if c.isprintable() else "·" for c in text), end="", file=self._out, flush=True)
+
+    def end(self) -> None:
+        """The end of an answer's pieces."""
+        self._kind = ""
+        self.line("\n")
 
 
 def checkpoint(args: argparse.Namespace, scratch: Path, report: Report) -> Path:
-    """--model, or a tiny one made for the occasion."""
-    if args.model is not None:
-        return args.model
+    """The trained model, --model, or with --arch a random one made for the occasion."""
+    if args.arch is None:
+        return args.model or model_dir(TRAINED)
     make_tiny(scratch / f"tiny-{args.arch}", args.arch)
     report.step(f"made a tiny checkpoint of {args.arch}: real kernel widths, random weights")
     return scratch / f"tiny-{args.arch}"
@@ -219,36 +282,68 @@ def run(args: argparse.Namespace, report: Report) -> Comparison:
     with contextlib.ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-demo-")))
         model = checkpoint(args, scratch, report)
+        tools = args.arch is None and answer_grammar(model) is not None
         router_url, vllm_url = held.enter_context(programs(args, model, args.logs or scratch, report))
         report.step("warming up: the first transfer starts NIXL")
         for url in {router_url, vllm_url}:
             complete(url, [1, 2, 3], 8)
-        answer = ask(args, router_url, report)
-        report.step("vLLM decodes the same prompt by itself")
-        reference = vllm_decode(vllm_url, answer.prompt_ids, len(answer.ids))
-        result = compare(answer.ids, reference, lambda n: _again(router_url, answer, reference, n))
-        for difference in result.differences:
-            report.line(f"  {difference}")
+        client = Client(args, router_url, report)
+        answers = [client.ask([{"role": "user", "content": args.prompt}])]
+        answers += use_a_tool(client, report) if tools else []
+        report.step(f"vLLM decodes the same {'prompts' if len(answers) > 1 else 'prompt'} by itself")
+        compared = [client.compare(answer, vllm_url) for answer in answers]
         if args.json:
-            print(json.dumps(as_json(args, answer, reference, result)))
-    return result
+            print(json.dumps(as_json(args, answers, compared)))
+    return Comparison.joined([result for _, result in compared])
 
 
-def ask(args: argparse.Namespace, router_url: str, report: Report) -> Answer:
-    """The streamed answer, and where its time went."""
-    report.step(f"asking for {args.max_tokens} tokens through the openai client: {args.prompt!r}")
+class Client:
+    """Asks the stack, shows the answers and where their time went, and compares them with vLLM's."""
+
+    def __init__(self, args: argparse.Namespace, router_url: str, report: Report) -> None:
+        self._args, self._url, self._report = args, router_url, report
+        self._ignore_eos = args.arch is not None  # a random model ends at random
+
+    def ask(self, messages: Sequence[dict], **extra: Any) -> Answer:
+        self._report.step(f"{messages[-1]['role']}: {messages[-1]['content']}")
+        answer = stream_chat(
+            self._url, messages, self._args.max_tokens, self._report.piece, ignore_eos=self._ignore_eos, **extra
+        )
+        for call in answer.calls:
+            self._report.piece("call", f"(calls) {call['function']['name']} {call['function']['arguments']}")
+        self._report.end()
+        self._report.step(f"{len(answer.prompt_ids)} prompt tokens, {len(answer.ids)} answer tokens")
+        for line in time_split(answer):
+            self._report.line(line)
+        return answer
+
+    def compare(self, answer: Answer, vllm_url: str) -> tuple[Reference, Comparison]:
+        """Against as many tokens as vLLM takes for its own answer."""
+        tokens = len(answer.ids) if self._ignore_eos else self._args.max_tokens
+        reference = vllm_decode(vllm_url, answer.prompt_ids, tokens, ignore_eos=self._ignore_eos)
+        result = compare(answer.choices, reference, lambda n: self._again(answer, reference, n))
+        for difference in result.differences:
+            self._report.line(f"  {difference}")
+        return reference, result
+
+    def _again(self, answer: Answer, reference: Reference, position: int) -> list[int]:
+        prompt, left = answer.prompt_ids + reference.ids[:position], len(reference.ids) - position
+        choice = complete(self._url, prompt, left, ignore_eos=self._ignore_eos)
+        return choice["token_ids"] + ([END] if choice["finish_reason"] == "stop" else [])
+
+
+def use_a_tool(client: Client, report: Report) -> list[Answer]:
+    """Offers get_weather and asks for the weather; if the model calls it, the result goes back for a last answer."""
+    tools, messages = [KNOWN_TOOLS["get_weather"]], [{"role": "user", "content": TOOL_QUESTION}]
     report.line()
-    answer = stream_chat(router_url, args.prompt, args.max_tokens, report.piece)
-    report.line("\n")
-    report.step(f"{len(answer.prompt_ids)} prompt tokens, {len(answer.ids)} answer tokens")
-    for line in time_split(answer):
-        report.line(line)
-    return answer
-
-
-def _again(router_url: str, answer: Answer, reference: Reference, position: int) -> list[int]:
-    prompt = answer.prompt_ids + reference.ids[:position]
-    return complete(router_url, prompt, len(reference.ids) - position)["token_ids"]
+    report.step("the client offers a tool: get_weather(city)")
+    call = client.ask(messages, tools=tools)
+    if not call.calls:
+        report.step("the model made no call")
+        return [call]
+    messages += [{"role": "assistant", "content": call.text, "tool_calls": call.calls}]
+    messages += [{"role": "tool", "tool_call_id": made["id"], "content": TOOL_RESULT} for made in call.calls]
+    return [call, client.ask(messages, tools=tools, chat_template_kwargs={"enable_thinking": False})]
 
 
 def time_split(answer: Answer) -> list[str]:
@@ -267,12 +362,16 @@ def time_split(answer: Answer) -> list[str]:
     return lines
 
 
-def as_json(args: argparse.Namespace, answer: Answer, reference: Reference, result: Comparison) -> dict[str, Any]:
+def as_json(
+    args: argparse.Namespace, answers: Sequence[Answer], compared: Sequence[tuple[Reference, Comparison]]
+) -> dict[str, Any]:
+    """vllm_ids and differences are lists with one entry an answer; -1 among ids is the end of an answer."""
+    result = Comparison.joined([result for _, result in compared])
     return {
         "num_mtp": args.num_mtp,
-        "answer": asdict(answer) | {"per_token_ms": answer.per_token_ms},
-        "vllm_ids": reference.ids,
-        "differences": [asdict(d) for d in result.differences],
+        "answers": [asdict(answer) | {"per_token_ms": answer.per_token_ms} for answer in answers],
+        "vllm_ids": [reference.ids for reference, _ in compared],
+        "differences": [[asdict(d) for d in result.differences] for _, result in compared],
         "identical": result.tokens - len(result.differences),
         "tie": result.count("tie"),
         "diverged": result.count("diverged"),
@@ -298,21 +397,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tilert-ref demo", description=__doc__)
-    parser.add_argument(
-        "--arch", choices=ARCHS, default="dsv3", help="architecture of the tiny model (default %(default)s)"
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint of your own instead (bf16, dense)")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, metavar="DIR", help=f"a checkpoint (bf16, dense; default {TRAINED})")
+    model.add_argument("--arch", choices=ARCHS, help="a random tiny model of this architecture; its answer is noise")
     parser.add_argument(
         "--num-mtp", type=int, choices=range(4), default=0, help="MTP drafts per step (default 0: none)"
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, help="most tokens of an answer (default 256; with --arch 64, all used)"
+    )
     parser.add_argument("--prompt", default="Why is the sky blue?", help="default: %(default)s")
     parser.add_argument("--transport", choices=("nixl", "zmq"), default="nixl", help="default: %(default)s")
     parser.add_argument("--engine", default="ref", help="engine of the decode server (default ref; stub: no model)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the programs' logs there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, progress on stderr")
     args = parser.parse_args(argv)
-    if args.num_mtp and args.model is None and args.arch in WITHOUT_MTP:
+    args.max_tokens = args.max_tokens or (256 if args.arch is None else 64)
+    if args.num_mtp and args.arch in WITHOUT_MTP:
         parser.error(f"--num-mtp {args.num_mtp}: {args.arch} has no MTP layer")
     if args.model is not None and not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; expected a Hugging Face checkpoint directory")

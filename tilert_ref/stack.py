@@ -23,6 +23,9 @@ from typing import Any
 
 import httpx
 
+from tilert_ref.router.detokenize import load_detokenizer
+from tilert_ref.router.parsing import choose_parsing
+
 Progress = Callable[[str], None]
 
 LOCALHOST = "127.0.0.1"
@@ -31,6 +34,8 @@ READY_TIMEOUT_S = 300.0  # a vLLM on a busy two-core machine was seen to take 12
 STOP_GRACE_S = 10.0  # vLLM needs 1 to 3 s for its own shutdown
 UNKILLABLE_S = 10.0
 REPORT_EVERY_S = 10.0
+VLLM_TOOL_PARSERS = {"glm47": "glm47", "dsv32": "deepseek_v32"}
+"""Our grammar of answers -> vLLM's name for its tool parser."""
 # Ends every process of session $1. In /proc/PID/stat the fields after the name are state, parent, group, session.
 GUARD = """
 session=$1
@@ -276,6 +281,7 @@ def vllm_server(
     *,
     kv_transfer_config: Mapping[str, Any] | None = None,
     mtp: bool = False,
+    tool_parser: str | None = None,
     max_model_len: int = 4096,
     threads: int = 1,
     extra: Sequence[str] = (),
@@ -285,7 +291,8 @@ def vllm_server(
     Measured on two AVX2 cores, tiny dsv3: 39 s as documented, 27 s with the worker inside the engine process
     (VLLM_ENABLE_V1_MULTIPROCESSING=0: two processes instead of three, each imports for 11 s). In this mode
     VLLM_CPU_OMP_THREADS_BIND has no effect; `threads` sets OMP_NUM_THREADS instead, and one thread never spins.
-    The custom_ops flag is needed for right RoPE in eager mode, the token ids for the router.
+    The custom_ops flag is needed for right RoPE in eager mode, the token ids for the router. tool_parser: one of
+    vLLM's names; without it vLLM refuses requests that offer tools.
     """
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", str(model_dir), "--served-model-name", model_dir.name]
@@ -296,6 +303,8 @@ def vllm_server(
         argv += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
     if mtp:
         argv += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1})]
+    if tool_parser:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
     env = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -306,6 +315,12 @@ def vllm_server(
         **preload_openmp(),
     }
     return Command("vLLM", [*argv, *extra], f"http://{LOCALHOST}:{port}", env)
+
+
+def answer_grammar(model_dir: Path) -> str | None:
+    """The router's grammar for this checkpoint's answers (router/grammars.py), as `--parser auto` finds it."""
+    parsing = choose_parsing("auto", load_detokenizer(str(model_dir)))
+    return parsing.grammar.name if parsing else None
 
 
 def preload_openmp() -> dict[str, str]:
@@ -346,7 +361,7 @@ def router(
 ) -> Command:
     """The router; nodes are (ctrl_port, http_port) of decode servers on this machine."""
     argv = [sys.executable, "-m", "tilert_ref.router.pd_router", "--host", LOCALHOST, "--port", str(port)]
-    argv += ["--vllm-url", vllm_url, "--model-path", str(model_dir), "--parser", "none"]
+    argv += ["--vllm-url", vllm_url, "--model-path", str(model_dir)]
     argv += ["--decode", *(f"{LOCALHOST}:{ctrl}:{http}" for ctrl, http in nodes)]
     return Command("router", [*argv, *extra], f"http://{LOCALHOST}:{port}")
 
@@ -383,6 +398,7 @@ class Stack:
             vllm_port,
             kv_transfer_config=connector_config(transport),
             mtp=num_mtp > 0,
+            tool_parser=VLLM_TOOL_PARSERS.get(answer_grammar(model_dir) or ""),
             max_model_len=max_seq_len,
             extra=vllm_extra,
         )

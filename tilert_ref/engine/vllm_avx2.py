@@ -16,6 +16,7 @@ Left open: glibc's expf and logf miss the correctly rounded value about once in 
 shows in a bf16 result once in some thousand decode steps.
 """
 
+import numpy as np
 import torch
 
 LANES = 16
@@ -35,8 +36,9 @@ def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: flo
     total = _sum_last(weights)  # [H, N]
     weights = weights / total[..., None]
     partial = torch.zeros(heads, len(values), value_width)
+    product = torch.empty_like(partial)  # one for all: fresh memory costs more than the product
     for weight, value in zip(weights[..., None].unbind(2), values.unbind(1), strict=True):
-        partial += weight * value  # [H, N, V]
+        partial += torch.mul(weight, value, out=product)  # [H, N, V]
     return _merge(partial, _log(total) + top[..., 0])
 
 
@@ -65,14 +67,30 @@ def _sum_last(x: torch.Tensor) -> torch.Tensor:
 
 def _merge(partial: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """partial [H, N, V] with log-sum-exp [H, N] -> [H, V], block after block."""
-    merged, merged_lse = partial[:, 0], lse[:, 0]
-    for block in range(1, partial.shape[1]):
-        top = torch.maximum(merged_lse, lse[:, block])
-        before, here = _exp(merged_lse - top), _exp(lse[:, block] - top)
-        both = before + here
-        merged = merged * (before / both)[:, None] + partial[:, block] * (here / both)[:, None]
-        merged_lse = _log(both) + top
+    kept, added = _merge_weights(lse.numpy())  # [N, H]
+    merged = partial[:, 0].clone()
+    scaled = (partial * added.T[..., None]).unbind(1)  # N x [H, V]
+    for keep, part in zip(kept[1:, :, None].unbind(), scaled[1:], strict=True):
+        merged.mul_(keep).add_(part)
     return merged
+
+
+def _merge_weights(lse: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """lse [H, N] fp32 -> [N, H] twice: what is left of the blocks before, and how much of each block is added.
+
+    In numpy: in torch this chain of tiny steps took half of a layer's attention, 3 ms of 6 at 1,000 tokens.
+    """
+    blocks = np.ascontiguousarray(lse.T)
+    kept, added = np.empty_like(blocks), np.empty_like(blocks)
+    kept[0], added[0], merged = 0.0, 1.0, blocks[0]
+    for index in range(1, len(blocks)):
+        top = np.maximum(merged, blocks[index])
+        before = np.exp((merged - top).astype(np.float64)).astype(np.float32)
+        here = np.exp((blocks[index] - top).astype(np.float64)).astype(np.float32)
+        both = before + here
+        kept[index], added[index] = before / both, here / both
+        merged = np.log(both.astype(np.float64)).astype(np.float32) + top
+    return torch.from_numpy(kept), torch.from_numpy(added)
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
