@@ -122,13 +122,14 @@ def load_engine(
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
-    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, progress=progress)
+    kernels = vllm_kernels(device)
+    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, fp8=kernels.fp8, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device)
     rope = rope_table(config, room, torch.bfloat16).to(device)
     progress(f"KV cache: {cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)")
-    return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
+    return RefEngine(Model(config, weights, rope, kernels), cache, num_mtp, max_seq_len)
 
 
 def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
