@@ -88,7 +88,7 @@ def test_activations_of_another_width_are_refused() -> None:
 
 
 def test_recast_literal() -> None:
-    """0.75 * 448 under scale 0.75 becomes scale 1: 336 is halfway between 320 and 352, 6.75 between 6.5 and 7; ties to even."""
+    """0.75 * 448 under scale 0.75 becomes scale 1; 336 and 6.75 are halfway between two codes and go to the even."""
     codes = torch.tensor([[448.0, 9.0]]).to(torch.float8_e4m3fn)
     new, scales = recast_ue8m0(codes, torch.tensor([[0.75]]))
     assert (scales.tolist(), new.float().tolist()) == ([[1.0]], [[320.0, 7.0]])
@@ -252,6 +252,9 @@ def test_linear_layers_are_recast_and_experts_are_not(fp8: dict[str, Path]) -> N
     assert same(layer.mlp.down[3], *down) and layer.mlp.down.rule is UE8M0
     shared = stored(fp8["tiny-glm5"], "mlp.shared_experts.down_proj")
     assert same(layer.mlp.shared.down, *recast_ue8m0(*shared))
+    layer = load(fp8["tiny-glm5"], FLASHINFER).layers[1]
+    rules = [w.rule for w in (layer.attention.o, layer.mlp.shared.gate_up, layer.mlp.gate_up, layer.mlp.down)]
+    assert rules == [FLASHINFER, FLASHINFER, UE8M0, UE8M0]
 
 
 @pytest.mark.parametrize("name", ["tiny-glm5", "tiny-dsv32"])
