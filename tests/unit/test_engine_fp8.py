@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from tilert_ref.engine import model
 from tilert_ref.engine.api import SamplingParams
 from tilert_ref.engine.block_fp8 import (
     ActivationScale,
@@ -320,33 +321,33 @@ def wide(tensors: dict[str, torch.Tensor], name: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(edit: Edit, named: str, fp8: dict[str, Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
-    tensors = load_file(model / "model.safetensors")
+    copy = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
+    tensors = load_file(copy / "model.safetensors")
     edit(tensors)
-    tensors |= load_file(model / "model-indexer.safetensors")
-    save_file(tensors, model / "model.safetensors")
-    (model / "model.safetensors.index.json").unlink()
+    tensors |= load_file(copy / "model-indexer.safetensors")
+    save_file(tensors, copy / "model.safetensors")
+    (copy / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=named):
-        load(model)
+        load(copy)
 
 
 def test_some_linear_layers_may_stay_bf16(fp8: dict[str, Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
-    tensors = load_file(model / "model.safetensors") | load_file(model / "model-indexer.safetensors")
+    copy = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
+    tensors = load_file(copy / "model.safetensors") | load_file(copy / "model-indexer.safetensors")
     wide(tensors, O_PROJ)
-    save_file(tensors, model / "model.safetensors")
-    (model / "model.safetensors.index.json").unlink()
-    attention = load(model).layers[0].attention
+    save_file(tensors, copy / "model.safetensors")
+    (copy / "model.safetensors.index.json").unlink()
+    attention = load(copy).layers[0].attention
     assert attention.o.dtype is torch.bfloat16 and isinstance(attention.q_b, Fp8Matrix)
 
 
 def test_without_the_config_entry_fp8_weights_are_refused(fp8: dict[str, Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(fp8["tiny-dsv32"], tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
+    copy = Path(shutil.copytree(fp8["tiny-dsv32"], tmp_path / "model"))
+    config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
-    (model / "config.json").write_text(json.dumps(config))
+    (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="is torch.float8_e4m3fn, .* and a quantization_config"):
-        load(model)
+        load(copy)
 
 
 # The models answer
@@ -378,13 +379,31 @@ def test_the_model_answers_with_and_without_drafts(name: str, dialect: Dialect, 
             assert said(engine, golden.prompt, len(golden.answer)) == golden.answer
 
 
+def test_a_dense_prompt_multiplies_the_quantised_kv_b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill expands keys and values through kv_b's fp8 product, decode goes through W_UK and W_UV."""
+    make_fp8(model_dir("tiny-glm5-dense"), tmp_path / "fp8")
+    engine = load_engine(tmp_path / "fp8", max_seq_len=512)
+    golden = questions(Speaker(GLM, Tokenizer.from_file(str(tmp_path / "fp8" / "tokenizer.json"))), 0)[0]
+    used = list[object]()
+    monkeypatch.setattr(model, "linear", lambda x, w: used.append(w) or linear(x, w))
+    first = engine.prefill(golden.prompt)
+    expanding = [layer.attention.kv_b for layer in engine.model.weights.layers]
+    assert [w for w in used if any(w is kv_b for kv_b in expanding)] == expanding
+    assert all(isinstance(kv_b, Fp8Matrix) for kv_b in expanding)
+    used.clear()
+    tokens = len(golden.answer)
+    steps = [s for s in engine.decode(first, tokens, SamplingParams(0.0, ignore_eos=True)) if isinstance(s, list)]
+    assert [token.id for step in steps for token in step] == golden.answer
+    assert used and not any(w is kv_b for w in used for kv_b in expanding)
+
+
 def test_scales_matter_to_the_answer(fp8: dict[str, Path], tmp_path: Path) -> None:
     """Every scale of one kind of matrix set to their mean: loads, and answers otherwise."""
-    model = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
-    tensors = load_file(model / "model.safetensors")
+    copy = Path(shutil.copytree(fp8["tiny-glm5"], tmp_path / "model"))
+    tensors = load_file(copy / "model.safetensors")
     for name in [n for n in tensors if n.endswith(f"kv_b_proj.weight{SCALE}")]:
         tensors[name] = tensors[name].mean().expand_as(tensors[name]) * 4
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    speaker = Speaker(GLM, Tokenizer.from_file(str(model / "tokenizer.json")))
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    speaker = Speaker(GLM, Tokenizer.from_file(str(copy / "tokenizer.json")))
     golden = questions(speaker, 1)[-1]
-    assert said(load_engine(model, max_seq_len=512), golden.prompt, len(golden.answer)) != golden.answer
+    assert said(load_engine(copy, max_seq_len=512), golden.prompt, len(golden.answer)) != golden.answer
