@@ -296,6 +296,7 @@ def test_what_vllm_takes_back_to_bf16(rule: ActivationScale, fp8: dict[str, Path
 
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
+DOWN = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(8)]
 UP = "model.layers.0.mlp.up_proj.weight"
 EH_PROJ = "model.layers.3.eh_proj.weight"
 Edit = Callable[[dict[str, torch.Tensor]], object]
@@ -317,6 +318,8 @@ def wide(tensors: dict[str, torch.Tensor], name: str) -> None:
         (lambda t: t.update({EH_PROJ + SCALE: torch.ones(1, 2)}), f"no place for: {EH_PROJ}{SCALE}"),
         (lambda t: t.update({EH_PROJ: t[EH_PROJ].to(torch.float8_e4m3fn)}), f"{EH_PROJ} is torch.float8_e4m3fn"),
         (lambda t: wide(t, UP), "gate_proj and up_proj, multiplied as one: some are fp8 and some are not"),
+        (lambda t: [wide(t, n) for n in DOWN], r"experts.\*: of gate_up and down one is fp8 and one is not"),
+        (lambda t: t.pop(EXPERT), rf"model: weight {EXPERT} \[128, 128\] is missing"),
         (lambda t: wide(t, EXPERT), r"model.layers.1.mlp.experts.\*: some are fp8 and some are not"),
     ],
 )

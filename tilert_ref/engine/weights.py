@@ -175,8 +175,9 @@ class _Loader:
     def swiglu(self, matrix: Callable[..., Matrix], p: str, inner: int) -> MlpWeights:
         d = self.config.hidden_size
         gate_up = [matrix(f"{p}{name}_proj.weight", inner, d) for name in ("gate", "up")]
+        down = matrix(f"{p}down_proj.weight", d, inner)
         try:
-            return MlpWeights(concat_rows(gate_up), matrix(f"{p}down_proj.weight", d, inner))
+            return MlpWeights(concat_rows(gate_up), down)
         except ValueError as error:
             raise self.error(f"{p}gate_proj and up_proj, multiplied as one: {error}") from error
 
@@ -187,6 +188,8 @@ class _Loader:
             stacks = stack([e.gate_up for e in each]), stack([e.down for e in each])
         except ValueError as error:
             raise self.error(f"{p}*: {error}") from error
+        if len({type(w) for w in stacks}) > 1:  # one kernel runs both products of an expert
+            raise self.error(f"{p}*: of gate_up and down one is fp8 and one is not; legal: both or none")
         rule = self.rule.experts
         return tuple(replace(w, rule=rule) if isinstance(w, Fp8Matrix) else w for w in stacks)
 
