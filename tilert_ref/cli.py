@@ -18,6 +18,9 @@ COMMANDS = {
     "make-tiny": Command("tilert_ref.engine.make_tiny", "write a tiny checkpoint of a real architecture"),
     "make-fp8": Command("tilert_ref.engine.make_fp8", "turn a bf16 checkpoint into block fp8, as published"),
     "generate": Command("tilert_ref.generate", "prefill and decode a prompt with our engine alone"),
+    "scorecard": Command(
+        "tilert_ref.tiny.scorecard", "score a trained tiny model: recall, skills, tools, drafts, margins"
+    ),
     "bench": Command("tilert_ref.bench", "measure the engine: bench decode [--against vllm]"),
     "decode-server": Command("tilert_ref.decode_server.__main__", "serve decode: receives KV, streams token ids"),
     "router": Command("tilert_ref.router.pd_router", "serve the OpenAI API over one vLLM and several decode servers"),

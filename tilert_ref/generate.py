@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=args.device,
             max_seq_len=args.max_seq_len,
             num_mtp=args.num_mtp,
+            kv_cache_dtype=args.kv_cache_dtype,
             progress=lambda line: print(line, file=sys.stderr),
         )
         return _generate(engine, prompt, args)
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
     parser.add_argument("--num-mtp", type=int, default=0, choices=range(4), help="drafts a step; 0: none (default)")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="prompt and answer together (default 4096)")
+    parser.add_argument("--kv-cache-dtype", default="bf16", help="bf16 (default), or fp8 for a sparse model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ids", action="store_true", help="print the generated token ids too")
     return parser

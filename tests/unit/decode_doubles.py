@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
 
 
@@ -94,7 +95,14 @@ class DoubleEngine:
 
 
 def load_engine(
-    model_dir: str, *, device: str, max_seq_len: int, num_mtp: int, progress: Callable[[str], None]
+    model_dir: str,
+    *,
+    device: str,
+    max_seq_len: int,
+    num_mtp: int,
+    kv_cache_dtype: str,
+    kv_scale_rule: ScaleRule,
+    progress: Callable[[str], None],
 ) -> DoubleEngine:
     """A directory called "broken" fails to load, "dies" dies while it loads."""
     progress("loading the double")

@@ -20,6 +20,7 @@ class Sender:
 
     layout: BufferLayout
     ctrl_port: int
+    last_prompt_token: int = 7
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.layout.total_bytes)
@@ -50,7 +51,8 @@ class Sender:
             hello = codec.decode_hello(connection.receive(deadline()))
             codec.check_hello(hello, self.layout, 1, "zmq", seq_len)
             geometry = self.layout.geometry()
-            announce = codec.Announce(rid=rid, rank=0, seq_len=seq_len, last_prompt_token=7, tilert_ref=geometry)
+            token = self.last_prompt_token
+            announce = codec.Announce(rid=rid, rank=0, seq_len=seq_len, last_prompt_token=token, tilert_ref=geometry)
             connection.send(announce, deadline())
             yield connection, hello, codec.decode_reply(connection.receive(deadline()))
         finally:

@@ -1,16 +1,9 @@
 """The decode server as its peers see it: a real process, HTTP on one side, a sender of KV on the other."""
 
-import contextlib
 import itertools
-import json
 import os
-import queue
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,87 +14,14 @@ import httpx
 import psutil
 import pytest
 from decode_doubles import plane_token
-from handoff_sender import Sender
+from decode_node import COMMON, LIMIT_S, ROOT, TESTS, Server
 
 from tilert_ref.connector.codec import Accept, Reject
 from tilert_ref.connector.layout import BF16, FP8_DS_MLA, BufferLayout, model_profile, profile
 from tilert_ref.decode_server.__main__ import main
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parents[1]
 SEQ_LEN = 70
-LIMIT_S = 120.0  # the machine may be busy; nothing here takes a second when it is not
 NUMBERS = itertools.count()
-LOCAL = ["--host", "127.0.0.1", "--http-port", "0", "--ctrl-port", "0"]
-COMMON = [*LOCAL, "--transport", "zmq", "--senders", "1", "--max-seq-len", "256"]
-
-
-class Server:
-    """A decode server process. `lines` is what it has printed."""
-
-    def __init__(self, *flags: str, **env: str) -> None:
-        path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tilert_ref.decode_server", *COMMON, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path} | env,
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def start(self, layout: BufferLayout) -> "Server":
-        http, ctrl = self.expect(r"http on (\S+), prefill nodes on port (\d+)").groups()
-        self.expect("ready: engine")
-        self.client = httpx.Client(base_url=f"http://{http}", timeout=LIMIT_S)
-        self.sender = Sender(layout, int(ctrl))
-        return self
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._lines.put(line.rstrip())
-        self._lines.put(None)
-
-    def expect(self, pattern: str) -> re.Match[str]:
-        while (line := self._lines.get(timeout=LIMIT_S)) is not None:
-            self.lines.append(line)
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError(f"the server ended without {pattern!r}: {self.lines}")
-
-    def get(self, path: str) -> tuple[int, Any]:
-        reply = self.client.get(path)
-        return reply.status_code, reply.json()
-
-    def decode(self, rid: str, **fields: Any) -> tuple[int, Any]:
-        reply = self.client.post("/pd/decode", json={"rid": rid, "first_token_id": 42} | fields)
-        return reply.status_code, reply.json()
-
-    def stream(self, rid: str, **fields: Any) -> list[dict[str, Any]]:
-        with self.opened(rid, **fields) as lines:
-            return list(lines)
-
-    @contextlib.contextmanager
-    def opened(self, rid: str, **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
-        body = {"rid": rid, "first_token_id": 42, "stream": True} | fields
-        with self.client.stream("POST", "/pd/decode", json=body) as reply:
-            assert (reply.status_code, reply.headers["content-type"]) == (200, "application/x-ndjson")
-            yield (json.loads(line) for line in reply.iter_lines())
-
-    def idle(self) -> bool:
-        return self.get("/decode_status") == (200, {"status": "idle", "current_rid": None})
-
-    def free(self) -> bool:
-        """Node idle, engine ready, buffer free."""
-        status, health = self.get("/health")
-        return status == 200 and health["receiver"]["slot"]["state"] == "FREE" and self.idle()
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(LIMIT_S)
 
 
 def until(what: Callable[[], bool]) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tilert_ref.connector.layout import model_profile, profile
+from tilert_ref.connector.layout import FP8_DS_MLA, model_profile, profile
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body, sampling_params
 from tilert_ref.engine.api import Capabilities, SamplingParams
@@ -161,7 +162,7 @@ def test_environment() -> None:
         (["--engine", "stub", "--model", "dsv32", "--with-mtp"], "carries no MTP layer"),
         (["--engine", "stub", "--num-mtp", "4"], "invalid choice"),
         (["--engine", "stub", "--max-seq-len", "0"], "at least 1"),
-        (["--engine", "a.b:c"], "pass --kv-cache-dtype bf16"),
+        (["--engine", "stub", "--kv-scale-rule", "rounded"], "invalid choice: 'rounded'.*power_of_two.*plain"),
     ],
 )
 def test_refused_flags(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +171,15 @@ def test_refused_flags(flags: list[str], text: str, capsys: pytest.CaptureFixtur
 
 def test_refused_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TILERT_DECODE_POLL_MS='soon'" in refusal(capsys, "--engine", "stub", TILERT_DECODE_POLL_MS="soon")
+
+
+def test_rows_that_the_checkpoint_can_have(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse, dense = (["--model-weights-dir", str(tiny(arch))] for arch in ("glm5", "dsv3"))
+    got = options(*sparse)
+    assert got.layout.layout().row_format is FP8_DS_MLA and got.kv_scale_rule is ScaleRule.POWER_OF_TWO
+    assert options(*sparse, "--kv-cache-dtype", "fp8", "--kv-scale-rule", "plain").kv_scale_rule is ScaleRule.PLAIN
+    assert "is for sparse models; this one has no index_topk, legal: bf16" in refusal(capsys, *dense)
+    assert options(*dense, "--kv-cache-dtype", "bf16").layout.layout().row_format.name == "bf16"
 
 
 def glm(layers: int = 78, mtp: int = 1, index_topk: int | None = 2048) -> ModelConfig:

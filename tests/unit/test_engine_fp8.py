@@ -382,6 +382,14 @@ def test_the_model_answers_with_and_without_drafts(name: str, dialect: Dialect, 
             assert said(engine, golden.prompt, len(golden.answer)) == golden.answer
 
 
+@pytest.mark.parametrize("num_mtp", [0, 2])
+def test_fp8_weights_over_an_fp8_cache(num_mtp: int, fp8: dict[str, Path]) -> None:
+    speaker = Speaker(GLM, Tokenizer.from_file(str(fp8["tiny-glm5"] / "tokenizer.json")))
+    engine = load_engine(fp8["tiny-glm5"], max_seq_len=512, num_mtp=num_mtp, kv_cache_dtype="fp8")
+    golden = questions(speaker, 0)[0]
+    assert said(engine, golden.prompt, len(golden.answer)) == golden.answer
+
+
 def test_a_dense_prompt_multiplies_the_quantised_kv_b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill expands keys and values through kv_b's fp8 product, decode goes through W_UK and W_UV."""
     make_fp8(model_dir("tiny-glm5-dense"), tmp_path / "fp8")

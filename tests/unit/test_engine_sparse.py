@@ -1,13 +1,13 @@
 """Sparse attention in the whole model: against transformers, against dense attention, injected, and drafting."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from sparse_planes import handed_over
 
-from tilert_ref.connector.layout import BF16, INDEX_PAGE_BYTES, BufferLayout, model_profile, page_count, plane_views
-from tilert_ref.connector.planes import gather_index_pages, tile_index_pages
+from tilert_ref.connector.layout import BF16, BufferLayout, model_profile, plane_views
+from tilert_ref.connector.planes import tile_index_pages
 from tilert_ref.decode_server.engine_process import Host
 from tilert_ref.decode_server.messages import Generate
 from tilert_ref.engine.api import LayerKV, PromptKV, SamplingParams
@@ -49,17 +49,6 @@ def unrounded_cache(model: Model, layers: int = 3) -> KVCache:
 def run(engine: RefEngine, first: int, tokens: int, sampling: SamplingParams = GREEDY) -> list[int]:
     *steps, _ = engine.decode(first, tokens, sampling)
     return [token.id for tokens_ in steps for token in tokens_]
-
-
-def handed_over(engine: RefEngine, prompt: Sequence[int]) -> PromptKV:
-    """What the wire would deliver after `engine` prefilled: rows and pages, copied out of its cache."""
-    layers, cache = [], engine.cache
-    for layer in range(len(cache.rows)):
-        rows = cache.read(layer, len(prompt))
-        pages = torch.zeros(page_count(len(prompt)), INDEX_PAGE_BYTES, dtype=torch.uint8)
-        gather_index_pages(cache.index_blocks(layer), cache.block_table.tolist(), len(prompt), pages)
-        layers.append(LayerKV(rows[:, :512], rows[:, 512:], pages))
-    return PromptKV("r", len(prompt), prompt[-1], layers)
 
 
 # transformers

@@ -20,7 +20,7 @@ import msgspec
 import torch
 import zmq
 
-from tilert_ref.connector.layout import BufferLayout, plane_views
+from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, plane_views
 from tilert_ref.connector.planes import untile_index_pages
 from tilert_ref.decode_server.buffer import SharedBuffer
 from tilert_ref.decode_server.messages import (
@@ -106,13 +106,12 @@ class Host:
         kv, pe, pages = plane_views(self.layout, self.buffer, index, seq_len)
         if pages is not None and self.layout.tiled:
             pages = untile_index_pages(pages)
-        return LayerKV(kv.view(torch.bfloat16), pe.view(torch.bfloat16), pages)
+        latent = kv if self.layout.row_format is FP8_DS_MLA else kv.view(torch.bfloat16)
+        return LayerKV(latent, pe.view(torch.bfloat16), pages)
 
 
 def engine_layers(spec: EngineSpec, layout: BufferLayout) -> int:
-    """Layers to hand to the engine: no MTP layer without speculation, none in a format that only the stub takes."""
-    if layout.row_format.name != "bf16":
-        return 0
+    """Layers to hand to the engine: no MTP layer without speculation."""
     unused_mtp = layout.profile.has_mtp and spec.num_mtp == 0
     return layout.profile.num_layers - int(unused_mtp)
 
@@ -177,6 +176,8 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         device=resolve_device(spec.device),
         max_seq_len=spec.max_seq_len,
         num_mtp=spec.num_mtp,
+        kv_cache_dtype=layout.row_format.name,
+        kv_scale_rule=spec.kv_scale_rule,
         progress=progress,
     )
     return Host(engine, layout, buffer.tensor, engine_layers(spec, layout))

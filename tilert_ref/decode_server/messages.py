@@ -12,6 +12,7 @@ for the current one. Prompts don't travel here: their KV lies in the receive buf
 import msgspec
 
 from tilert_ref.connector.layout import BufferLayout, Profile, bf16_row, row_format
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.engine.api import Capabilities, FinishReason, SamplingParams
 
 
@@ -36,7 +37,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What an engine process needs to start: its second command line argument, as JSON.
 
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
-    without MTP. buffer_fd: inherited descriptor of the receive buffer.
+    without MTP. buffer_fd: inherited descriptor of the receive buffer. kv_scale_rule: of fp8_ds_mla rows.
     """
 
     engine: str
@@ -46,6 +47,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     num_mtp: int
     layout: LayoutSpec
     buffer_fd: int
+    kv_scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):

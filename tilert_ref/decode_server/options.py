@@ -5,11 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tilert_ref.connector.layout import BufferLayout, Profile, model_profile, profile
+from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.decode_server.engine_client import EngineDeadlines
 from tilert_ref.decode_server.engine_process import FACTORIES
 from tilert_ref.decode_server.messages import LayoutSpec
+from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
 
 MAX_SENDERS = 8
@@ -60,6 +62,7 @@ class Options:
     device: str
     num_mtp: int
     layout: LayoutSpec
+    kv_scale_rule: ScaleRule
     transport: str
     host: str
     ctrl_port: int
@@ -103,7 +106,7 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
     add(
         "--kv-cache-dtype",
         default="fp8_ds_mla",
-        help="fp8_ds_mla (default, as TileRT) or bf16; engine ref takes bf16 only so far",
+        help="fp8 or fp8_ds_mla (default, as TileRT; sparse models only) or bf16: the cache of both ends",
     )
     device = env.get("TILERT_PD_BUFFER_DEVICE", "cpu")
     add("--pd-buffer-device", default=device, help="memory of the receive buffer: cpu (cuda is not supported yet)")
@@ -113,6 +116,12 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
     add = parser.add_argument_group("further flags").add_argument
     add("--host", default="::", help="address of both ports (default ::, every interface, IPv4 and IPv6)")
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
+    add(
+        "--kv-scale-rule",
+        default=ScaleRule.POWER_OF_TWO.value,
+        choices=[rule.value for rule in ScaleRule],
+        help="how fp8 rows are quantised, by the vLLM of the prefill node: power_of_two (default, 0.32), plain (0.26)",
+    )
     senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
     add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")
     cancel, stall = EngineDeadlines.cancel_s, EngineDeadlines.stall_s
@@ -157,13 +166,14 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         tiled=_truthy(env, "TILERT_PD_KI_TILED"),
         **({"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim} if config else {}),
     )
-    check_layout(layout.layout(), args.engine)
+    check_layout(layout.layout(), args.engine, config)
     return Options(
         engine=args.engine,
         model_dir=args.model_weights_dir,
         device=args.device,
         num_mtp=args.num_mtp if args.with_mtp else 0,
         layout=layout,
+        kv_scale_rule=ScaleRule(args.kv_scale_rule),
         transport=args.transport,
         host=args.host,
         ctrl_port=args.ctrl_port,
@@ -217,12 +227,14 @@ def _published(name: str, with_mtp: bool, no_mtp: bool) -> Profile:
     return found
 
 
-def check_layout(layout: BufferLayout, engine: str) -> None:
-    """Raises ValueError for formats that only the stub engine takes, because it doesn't read them."""
-    if engine == "stub":
+def check_layout(layout: BufferLayout, engine: str, config: ModelConfig | None) -> None:
+    """Raises ValueError for rows that the checkpoint can't have. The stub doesn't read them, so it takes any."""
+    if engine == "stub" or config is None or layout.row_format is not FP8_DS_MLA:
         return
-    if layout.row_format.name != "bf16":
-        raise ValueError(f"--engine {engine} reads bf16 KV rows only so far; pass --kv-cache-dtype bf16")
+    try:
+        check_fp8_rows(config)
+    except ValueError as error:
+        raise ValueError(f"{error}; pass --kv-cache-dtype bf16") from None
 
 
 def _truthy(env: Mapping[str, str], name: str) -> bool:

@@ -103,6 +103,7 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         num_mtp=options.num_mtp,
         layout=options.layout,
         buffer_fd=buffer.fd,
+        kv_scale_rule=options.kv_scale_rule,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
 
 REPLY = [11, 22, 33]
@@ -42,7 +43,14 @@ def stub_token(token: int, top_logprobs: int | None) -> Token:
 
 
 def load_engine(
-    model_dir: str, *, device: str, max_seq_len: int, num_mtp: int, progress: Callable[[str], None]
+    model_dir: str,
+    *,
+    device: str,
+    max_seq_len: int,
+    num_mtp: int,
+    kv_cache_dtype: str,
+    kv_scale_rule: ScaleRule,
+    progress: Callable[[str], None],
 ) -> StubEngine:
     """Same signature as every engine's factory; only max_seq_len is used."""
     progress(f"stub engine: no weights, always answers {REPLY}")

@@ -44,7 +44,8 @@ class SamplingParams:
 class LayerKV:
     """One layer of a prompt's KV as it came over the wire; views of the receive buffer, not copies.
 
-    latent: [seq_len, kv_lora_rank] bf16, the normalised compressed KV (DeepSeek-V2 paper, c^KV).
+    latent: the normalised compressed KV (DeepSeek-V2 paper, c^KV): [seq_len, kv_lora_rank] bf16, or of fp8_ds_mla rows
+        uint8 [seq_len, 528], codes and scales as the wire carries them (protocol.md 8.3).
     rope: [seq_len, qk_rope_head_dim] bf16, the shared rotary key after RoPE.
     index_pages: [ceil(seq_len / 64), 8448] uint8 indexer key pages; None for a dense model.
     """

@@ -1,7 +1,9 @@
 """Paged KV cache of one sequence: the compressed latent and the rotary key of every token, in vLLM's row format.
 
 A row is 512 latent values and 64 rotary ones, as in vLLM's MLA cache, so a row that prefill wrote is copied in
-unchanged (KV is not recomputed). Blocks are addressed through a block table with vLLM's arithmetic:
+unchanged (KV is not recomputed). A sparse model may keep rows as the 656 bytes of fp8_ds_mla instead: codes, scales and
+rotary values. Bytes that came over the wire stay as they are; rows that the engine writes are quantised by vLLM's rule.
+Blocks are addressed through a block table with vLLM's arithmetic:
 slot = block_table[position // block_size] * block_size + position % block_size.
 
 A sparse model has a second pool beside the rows: the indexer's keys, in vLLM's bytes. A block holds the codes of all
@@ -10,16 +12,27 @@ its tokens, then their scales: with 64 tokens 8,192 + 256 bytes, which is a page
 
 import torch
 
-from tilert_ref.connector.layout import INDEX_HEAD_DIM
+from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM
 from tilert_ref.connector.planes import scatter_index_pages
-from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, quantize_index
+from tilert_ref.connector.rounding import (
+    INDEX_KEY_FLOOR,
+    ScaleRead,
+    ScaleRule,
+    dequantize_fp8_ds_mla,
+    quantize_fp8_ds_mla,
+    quantize_index,
+)
 from tilert_ref.engine.config import ModelConfig
 
 SCALE_BYTES = 4
+SCALE_READ = ScaleRead.BF16
+"""fp8_ds_mla rows are read as the peer's decode kernel on Hopper reads them."""
 
 
 class KVCache:
-    """rows: [layers, num_blocks, block_size, kv_lora_rank + rope] in the model's dtype.
+    """rows: [layers, num_blocks, block_size, kv_lora_rank + rope] in the model's dtype, or uint8 [..., 656].
+
+    scale_rule: rows are fp8_ds_mla, and this rule quantises those that the engine writes; None for rows in `dtype`.
 
     index: uint8 [layers, num_blocks, block_size * 132]; None for a dense model. index_dtype says what a code is: e4m3,
     vLLM's, or float32, which leaves index keys and queries unrounded (512 + 4 bytes a token, all scales 1) for
@@ -36,14 +49,19 @@ class KVCache:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         index_dtype: torch.dtype = torch.float8_e4m3fn,
+        scale_rule: ScaleRule | None = None,
     ):
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
         if index_dtype not in (torch.float8_e4m3fn, torch.float32):
             raise ValueError(f"index_dtype = {index_dtype}, legal: torch.float8_e4m3fn, torch.float32")
+        width = config.cache_width
+        if scale_rule is not None:
+            check_fp8_rows(config)
+            width, dtype = FP8_DS_MLA.nbytes, torch.uint8
         blocks = -(-max_seq_len // block_size)
-        self.block_size, self.index_dtype = block_size, index_dtype
-        self.rows = torch.zeros(num_layers, blocks, block_size, config.cache_width, dtype=dtype, device=device)
+        self.block_size, self.index_dtype, self.scale_rule = block_size, index_dtype, scale_rule
+        self.rows = torch.zeros(num_layers, blocks, block_size, width, dtype=dtype, device=device)
         self.block_table = torch.arange(blocks, device=device)
         self.index = None
         if config.index_topk is not None:
@@ -54,18 +72,44 @@ class KVCache:
     def nbytes(self) -> int:
         return self.rows.nbytes + (0 if self.index is None else self.index.nbytes)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a record of this cache's bytes has to say about them."""
+        if self.scale_rule is None:
+            return {"kv_cache_dtype": str(self.rows.dtype).removeprefix("torch.")}
+        return {
+            "kv_cache_dtype": FP8_DS_MLA.name,
+            "kv_scale_rule": self.scale_rule.value,
+            "kv_scale_read": SCALE_READ.value,
+        }
+
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [T] -> rows of the flattened pool [T]."""
         return self.block_table[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """Stores latent [T, L] and rope [T, R] of the given positions."""
-        self._flat(layer)[self.slots(positions)] = torch.cat((latent, rope), dim=-1)
+        """Stores latent [T, L] and rope [T, R] of the given positions, quantised if the rows are fp8_ds_mla."""
+        if self.scale_rule is None:
+            rows = torch.cat((latent, rope), dim=-1)
+        else:
+            rows = quantize_fp8_ds_mla(latent, rope, self.scale_rule)
+        self._flat(layer)[self.slots(positions)] = rows
 
     def read(self, layer: int, length: int) -> torch.Tensor:
-        """Rows of positions 0 .. length-1 in order, [length, L + R]."""
+        """Values of positions 0 .. length-1 in order, [length, L + R]: what attention sees, this step's tokens too."""
+        rows = self.read_rows(layer, length)
+        return rows if self.scale_rule is None else torch.cat(dequantize_fp8_ds_mla(rows, SCALE_READ), dim=-1)
+
+    def read_rows(self, layer: int, length: int) -> torch.Tensor:
+        """Rows of positions 0 .. length-1 as they are stored, [length, L + R] or uint8 [length, 656]."""
         positions = torch.arange(length, device=self.rows.device)
         return self._flat(layer)[self.slots(positions)]
+
+    def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        """Stores both planes of positions 0 .. n-1 as they came (the two forms of api.LayerKV)."""
+        positions = torch.arange(len(latent), device=self.rows.device)
+        rows = torch.cat((latent, rope.view(latent.dtype)), dim=-1)
+        self._flat(layer)[self.slots(positions)] = rows.to(self.rows.device)
 
     def write_index(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
         """Rounds and stores index keys [T, 128] of the given positions."""
@@ -108,6 +152,20 @@ class KVCache:
         split = self.block_size * self._code_bytes
         codes, scales = self.index[layer][:, :split], self.index[layer][:, split:]
         return codes.unflatten(1, (self.block_size, -1)), scales.unflatten(1, (self.block_size, -1))
+
+
+def check_fp8_rows(config: ModelConfig) -> None:
+    """Raises ValueError if vLLM has no fp8_ds_mla cache for such a model."""
+    if config.index_topk is None:
+        raise ValueError("kv cache dtype fp8_ds_mla is for sparse models; this one has no index_topk, legal: bf16")
+    widths, legal = (
+        (config.kv_lora_rank, config.qk_rope_head_dim),
+        (FP8_DS_MLA["latent"].count, FP8_DS_MLA["rope"].count),
+    )
+    if widths != legal:
+        raise ValueError(
+            f"kv_lora_rank and qk_rope_head_dim {widths}: fp8_ds_mla rows are for {legal}, legal here: bf16"
+        )
 
 
 def round_index(x: torch.Tensor, dtype: torch.dtype, floor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,14 +48,17 @@ class DraftStats:
 
 
 @torch.inference_mode()
-def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 2048) -> torch.Tensor:
-    """Runs a prompt and fills the main layers' rows; returns all hidden states [T, D].
+def prefill(model: Model, cache: KVCache, prompt: Sequence[int], chunk: int = 2048, *, cached: int = 0) -> torch.Tensor:
+    """Runs a prompt and fills the main layers' rows; returns the hidden states [T - cached, D].
+
+    cached: the rows of that many first tokens are in the cache, from an earlier call; only the rest is run.
 
     A single token takes decode's form of attention, as in vLLM (its MLA back ends count one-token queries as decodes).
-    A sparse model takes it for every token, also as in vLLM.
+    A sparse model takes it for every token, on the rows as the cache holds them. So does vLLM with the exception that
+    docs/numerics.md names ("Sparse models").
     """
     hidden = []
-    for first in range(0, len(prompt), chunk):
+    for first in range(cached, len(prompt), chunk):
         tokens = prompt[first : first + chunk]
         batch = model.batch(first, len(tokens), absorbed=len(tokens) == 1)
         hidden.append(forward(model.weights, model.config, cache, batch, model.ids(tokens)))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
-from tilert_ref.connector.layout import INDEX_PAGE_BYTES, page_count
-from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
-from tilert_ref.engine.cache import KVCache
+from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_PAGE_BYTES, RowFormat, bf16_row, page_count, row_format
+from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
+from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
+from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.model import logits
@@ -29,12 +30,17 @@ class RefEngine:
         self.model, self.cache, self.num_mtp, self.max_seq_len = model, cache, num_mtp, max_seq_len
         self.seq_len, self.last_prompt_token = 0, 0
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a record of this engine's output has to say about how it was made."""
+        kernels = self.model.kernels
+        return self.cache.facts | {"kernel_rounding": kernels.rounding.value, "sum_order": kernels.order.value}
+
     def inject(self, kv: PromptKV) -> None:
         """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model."""
         self._check(kv)
-        positions = torch.arange(kv.seq_len, device=self.cache.rows.device)
         for layer, planes in enumerate(kv.layers):
-            self.cache.write(layer, positions, planes.latent, planes.rope)
+            self.cache.inject(layer, planes.latent, planes.rope)
             if planes.index_pages is not None:
                 self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
@@ -86,19 +92,38 @@ class RefEngine:
         if not 0 < kv.seq_len < self.max_seq_len:
             raise ValueError(f"prompt of {kv.seq_len} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
         self._check_token(kv.last_prompt_token)
+        row, dtype = self._row_format(), self.cache.rows.dtype
         for index, planes in enumerate(kv.layers):
-            _check_plane(f"layer {index} latent", planes.latent, self.cache.rows.dtype, kv.seq_len, c.kv_lora_rank)
-            _check_plane(f"layer {index} rope", planes.rope, self.cache.rows.dtype, kv.seq_len, c.qk_rope_head_dim)
+            _check_rows(f"layer {index}", planes, row, dtype, kv.seq_len)
             if (planes.index_pages is None) != (c.index_topk is None):
                 has = "no index pages" if planes.index_pages is None else "index pages"
                 raise ValueError(f"layer {index}: {has} for a model with index_topk = {c.index_topk}")
             if planes.index_pages is not None:
                 pages = page_count(kv.seq_len)
                 _check_plane(f"layer {index} index_pages", planes.index_pages, torch.uint8, pages, INDEX_PAGE_BYTES)
+        if self.cache.scale_rule is not None:
+            codes, scales = (FP8_DS_MLA[n].view(kv.layers[0].latent) for n in ("latent", "latent_scale"))
+            check_scale_rule(codes, scales, self.cache.scale_rule)  # one layer: a sender has one rule
+
+    def _row_format(self) -> RowFormat:
+        c = self.model.config
+        return FP8_DS_MLA if self.cache.scale_rule else bf16_row(c.kv_lora_rank, c.qk_rope_head_dim)
 
     def _check_token(self, token: int) -> None:
         if not 0 <= token < self.model.config.vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
+
+
+def _check_rows(name: str, planes: LayerKV, row: RowFormat, dtype: torch.dtype, tokens: int) -> None:
+    """dtype: of the cache; the rope plane of fp8_ds_mla rows is bf16 all the same."""
+    fp8 = dtype == torch.uint8
+    if (planes.latent.dtype == torch.uint8) != fp8:
+        came = f"latent plane {list(planes.latent.shape)} {planes.latent.dtype}"
+        raise ValueError(
+            f"{name}: {came} for a cache of {row.name} rows; legal: {row.name} planes of {row.kv_bytes} bytes"
+        )
+    _check_plane(f"{name} latent", planes.latent, dtype, tokens, row.kv_bytes if fp8 else row["latent"].count)
+    _check_plane(f"{name} rope", planes.rope, torch.bfloat16 if fp8 else dtype, tokens, row["rope"].count)
 
 
 def _check_plane(name: str, plane: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
@@ -113,23 +138,41 @@ def load_engine(
     max_seq_len: int = 4096,
     num_mtp: int = 0,
     block_size: int = 64,
+    kv_cache_dtype: str = "bf16",
+    kv_scale_rule: ScaleRule | str = ScaleRule.POWER_OF_TWO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
     """Builds the engine from a Hugging Face checkpoint directory.
 
-    Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal num_mtp.
+    kv_cache_dtype: bf16, or fp8 for fp8_ds_mla rows of a sparse model, and their other names (layout.row_format).
+    kv_scale_rule: how fp8_ds_mla rows are quantised: the rule of the vLLM whose rows are injected.
+    Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
+    scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
     kernels = vllm_kernels(device)
     weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, fp8=kernels.fp8, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
-    cache = KVCache(config, layers, room, block_size=block_size, device=device)
+    cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
     rope = rope_table(config, room, torch.bfloat16).to(device)
-    progress(f"KV cache: {cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)")
+    size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
+    progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     return RefEngine(Model(config, weights, rope, kernels), cache, num_mtp, max_seq_len)
+
+
+def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRule | str) -> ScaleRule | None:
+    """The rule of an fp8_ds_mla cache, None for bf16. Raises ValueError naming what is legal."""
+    rules = {rule.value: rule for rule in ScaleRule}
+    rule = kv_scale_rule if isinstance(kv_scale_rule, ScaleRule) else rules.get(kv_scale_rule)
+    if rule is None:
+        raise ValueError(f"kv_scale_rule = {kv_scale_rule!r}, legal: {', '.join(rules)}")
+    if row_format(kv_cache_dtype) is not FP8_DS_MLA:
+        return None
+    check_fp8_rows(config)
+    return rule
 
 
 def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:

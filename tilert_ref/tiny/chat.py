@@ -7,7 +7,7 @@ scorecard, and in vLLM, for serving; so what is trained is what is served.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,18 @@ DEEPSEEK = Dialect(
 )
 
 
-def _compiled(template: str, cache: dict[str, jinja2.Template] = {}) -> jinja2.Template:  # noqa: B006
+@cache
+def _compiled(template: str) -> jinja2.Template:
     """Compiled as transformers does it, so that vLLM renders the same text."""
-    if template not in cache:
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        cache[template] = environment.from_string(template)
-    return cache[template]
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(template)
 
 
 def train_tokenizer(dialect: Dialect, texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Byte-level BPE: 256 bytes, merges learned from `texts`, then the dialect's tokens. Same texts, same tokenizer.
 
-    Digits stand alone, as in the published tokenizers' spirit: a number is read digit by digit.
+    Digits stand alone: a number is read digit by digit.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tilert_ref.engine.make_tiny import tiny_config
 from tilert_ref.tiny.chat import DEEPSEEK, GLM, VOCAB_SIZE, Dialect, train_tokenizer, write_tokenizer
-from tilert_ref.tiny.rows import ROW_KINDS, RowMaker
+from tilert_ref.tiny.rows import ROW_KINDS, TextMaker
 from tilert_ref.tiny.train import Recipe, Stage
 from tilert_ref.tiny.train_model import Moe, TrainModel
 
@@ -76,10 +76,10 @@ class Family:
         return train_tokenizer(self.dialect, self._samples())
 
     def _samples(self) -> Iterator[str]:
-        rng, maker = random.Random("tokenizer"), RowMaker.for_text(self.dialect)
+        rng, maker = random.Random("tokenizer"), TextMaker(self.dialect)
         for _ in range(150):
             for kind in ROW_KINDS:
-                yield maker.text(rng, 1000, kind)[0]
+                yield maker.make(rng, 1000, kind)
 
 
 FAMILIES = {

@@ -53,15 +53,21 @@ class Speaker:
 
 
 def golden_prompts(dialect: Dialect, tokenizer: Tokenizer, count: int = GOLDEN_PROMPTS) -> list[Golden]:
-    """`count` prompts of every kind in turn, the same for every call."""
+    """`count` different prompts of every kind in turn, the same for every call."""
     speaker, made = Speaker(dialect, tokenizer), list[Golden]()
     for number, make in zip(range(count), _makers(), strict=False):
         rng = random.Random(f"golden/{number}")
         golden = speaker.ask(*make(rng, number), thinking=number % 2 == 0)
-        while len(golden.answer) < GOLDEN_TOKENS or len(golden.prompt) > LONGEST_PROMPT:
+        while not _fits(golden, made):
             golden = speaker.ask(*make(rng, number), thinking=number % 2 == 0)
         made.append(golden)
     return made
+
+
+def _fits(golden: Golden, others: list[Golden]) -> bool:
+    """There are so few works to recite that a prompt may come twice: then another one is drawn."""
+    long_enough = len(golden.answer) >= GOLDEN_TOKENS and len(golden.prompt) <= LONGEST_PROMPT
+    return long_enough and all(golden.prompt != other.prompt for other in others)
 
 
 def _makers() -> Iterator[Callable[[random.Random, int], tuple[list[Task], Task]]]:
