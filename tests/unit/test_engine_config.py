@@ -8,6 +8,8 @@ from tilert_ref.engine.config import ConfigError, load_config, parse_config
 from tilert_ref.engine.make_tiny import ARCHS, make_tiny, tiny_config
 from tilert_ref.engine.ref import load_engine
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_family_member_parses(arch: str) -> None:
@@ -26,7 +28,14 @@ def test_every_family_member_parses(arch: str) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"architectures": []}, "architectures"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method = 'gptq', implemented: .'fp8'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size = None, implemented: ..128, 128"),
+        ({"quantization_config": FP8 | {"weight_block_size": [64, 64]}}, "weight_block_size = .64, 64"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128]}}, "weight_block_size = .128"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme = 'static'"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt = 'e5m2'"),
+        ({"quantization_config": FP8 | {"scale_fmt": "float"}}, "scale_fmt = 'float'"),
+        ({"quantization_config": FP8 | {"store_dtype": "mxfp4"}}, "unknown key.s. store_dtype = 'mxfp4'"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "linear"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
         ({"scoring_func": "tanh"}, "tanh"),
@@ -50,7 +59,7 @@ def test_every_family_member_parses(arch: str) -> None:
         ({"hidden_size": "abc"}, "hidden_size = 'abc'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
-        ({"quantization_config": "fp8"}, "fp8"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8', legal: an object"),
         ({"torch_dtype": "float16"}, "torch_dtype"),
         # Routing that the experts can't satisfy.
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 4 reachable"),
@@ -98,6 +107,12 @@ def test_transformers_5_spelling_means_the_same() -> None:
     new["rope_parameters"] = {**scaling, "rope_type": "yarn", "rope_theta": old["rope_theta"]}
     new["mlp_layer_types"] = ["dense", "sparse", "sparse"]
     assert parse_config(new) == parse_config(old)
+
+
+@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}])
+def test_block_fp8_is_read(more: dict) -> None:
+    assert parse_config(tiny_config("dsv3", quantization_config=FP8 | more)).block_fp8
+    assert not parse_config(tiny_config("dsv3")).block_fp8
 
 
 def test_stop_ids_join_config_and_generation_config() -> None:

@@ -1,4 +1,4 @@
-"""A safetensors checkpoint as a strict, lazily read mapping: every tensor is taken once or the load fails."""
+"""Checkpoints as strict mappings, safetensors read lazily: every tensor is taken once or the load fails."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,45 +16,38 @@ class CheckpointError(ValueError):
     """Missing, leftover or misshapen weights; the text names the tensors."""
 
 
-class Checkpoint:
-    """All tensors of DIR/*.safetensors by name, read on demand through mmap.
+class StrictTensors:
+    """Named tensors, each of which is taken once or the load fails.
 
     `take` checks the shape, converts the dtype and marks the tensor as used; `finish` raises on leftovers, because a
-    weight that nobody read belongs to a model that this is not.
+    weight that nobody read belongs to a model that this is not. `where` opens every error; `read` returns a tensor by
+    name, whatever it comes from: a file, or a test's meta tensors.
     """
 
-    def __init__(self, model_dir: str | Path, progress: Progress = lambda line: None):
-        self.directory = Path(model_dir)
-        self.progress = progress
-        self.weight_map = self._read_index()
-        self.files = {path.name: self._open(path) for path in self._paths()}
-        self.home = self._locate()
-        self.left = set(self.home)
-        self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
-        self.read_bytes, self.reported = 0, 0
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.files.clear()
+    def __init__(self, where: str | Path, names: Iterable[str], read: Callable[[str], torch.Tensor]):
+        self.where, self.read = where, read
+        self.names = frozenset(names)
+        self.left = set(self.names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.home
+        return name in self.names
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The named tensor, contiguous in `dtype`. Raises CheckpointError if it is missing or has another shape."""
-        if name not in self.home:
-            raise CheckpointError(f"{self.directory}: weight {name} {list(shape)} is missing")
-        tensor = self.files[self.home[name]].get_tensor(name)
+        """The named tensor, contiguous in `dtype`. Raises CheckpointError if it is missing or has another shape.
+
+        bf16 becomes fp32 where asked, nothing is rounded; e4m3 is taken by who asks for it, together with a scale.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.where}: weight {name} {list(shape)} is missing")
+        tensor = self.read(name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{self.directory}: weight {name} has shape {list(tensor.shape)}, not {list(shape)}")
-        if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
-            raise CheckpointError(f"{self.directory}: weight {name} is {tensor.dtype}; quantised weights come later")
-        if tensor.dtype not in (dtype, torch.bfloat16):
-            raise CheckpointError(f"{self.directory}: weight {name} is {tensor.dtype}, legal: {dtype} without rounding")
+            raise CheckpointError(f"{self.where}: weight {name} has shape {list(tensor.shape)}, not {list(shape)}")
+        exact = (dtype, torch.bfloat16) if dtype is torch.float32 else (dtype,)
+        if tensor.dtype not in exact:
+            legal = ", ".join(str(dtype) for dtype in exact)
+            needs = f"; fp8 needs a scale {name}_scale_inv and a quantization_config" if tensor.itemsize == 1 else ""
+            raise CheckpointError(f"{self.where}: weight {name} is {tensor.dtype}, legal: {legal}{needs}")
         self.left.discard(name)
-        self._report(tensor.nbytes)
         return tensor.to(dtype).contiguous()
 
     def skip(self, names: Iterable[str]) -> None:
@@ -65,7 +58,32 @@ class Checkpoint:
         if self.left:
             names = sorted(self.left)
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise CheckpointError(f"{self.directory}: {len(names)} weight(s) that this model has no place for: {shown}")
+            raise CheckpointError(f"{self.where}: {len(names)} weight(s) that this model has no place for: {shown}")
+
+
+class Checkpoint(StrictTensors):
+    """All tensors of DIR/*.safetensors by name, read on demand through mmap."""
+
+    def __init__(self, model_dir: str | Path, progress: Progress = lambda line: None):
+        self.directory = Path(model_dir)
+        self.progress = progress
+        self.weight_map = self._read_index()
+        self.files = {path.name: self._open(path) for path in self._paths()}
+        self.home = self._locate()
+        self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
+        self.read_bytes, self.reported = 0, 0
+        super().__init__(self.directory, self.home, self._get)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.files.clear()
+
+    def _get(self, name: str) -> torch.Tensor:
+        tensor = self.files[self.home[name]].get_tensor(name)
+        self._report(tensor.nbytes)
+        return tensor
 
     def _read_index(self) -> dict[str, str] | None:
         """Tensor -> file as the index says; None without an index."""

@@ -60,6 +60,15 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "index_topk_pattern": (None,),
 }
 
+# quantization_config: the keys and values of block fp8.
+BLOCK_FP8: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "weight_block_size": ([128, 128],),
+    "activation_scheme": ("dynamic",),
+    "fmt": ("e4m3", None),
+    "scale_fmt": ("ue8m0", None),
+}
+
 
 class ConfigError(ValueError):
     """A config.json that this engine can't reproduce; the text names the key, what was got and what is legal."""
@@ -117,6 +126,8 @@ class ModelConfig:
     index_n_heads: int | None
     index_head_dim: int | None
     indexer_rope_interleave: bool
+    # Block-fp8 weights: matrices with a scale NAME_scale_inv are e4m3 codes, the others are bf16
+    block_fp8: bool
 
     @property
     def qk_head_dim(self) -> int:
@@ -224,12 +235,12 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[
         index_n_heads=keys.integer("index_n_heads", None, at_least=1),
         index_head_dim=keys.integer("index_head_dim", None, at_least=1),
         indexer_rope_interleave=keys.flag("indexer_rope_interleave", False),
+        block_fp8=_block_fp8(keys),
     )
     if (qk := keys.integer("qk_head_dim", config.qk_head_dim)) != config.qk_head_dim:
         raise ConfigError(
             f"{where}: qk_head_dim = {qk}, but qk_nope_head_dim + qk_rope_head_dim = {config.qk_head_dim}"
         )
-    _refuse_quantised(keys)
     keys.refuse_leftovers(IGNORED_KEYS)
     _check(config, where)
     return config
@@ -352,11 +363,25 @@ def _yarn(scaling: Mapping[str, Any], where: str) -> YarnScaling | None:
     return yarn
 
 
-def _refuse_quantised(keys: _Keys) -> None:
-    quantised = keys.get("quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
-        raise ConfigError(f"{keys.where}: quantization_config {method!r}: quantised weights come with the fp8 engine")
+def _block_fp8(keys: _Keys) -> bool:
+    """quantization_config: absent, or 128x128 block fp8 as DeepSeek and GLM publish it.
+
+    scale_fmt and modules_to_not_convert change nothing here: scales are taken as fp32 values, and which modules are
+    fp8 follows from the tensors (GLM-5-FP8 lists a name that no tensor has).
+    """
+    entry = keys.get("quantization_config", None)
+    if not entry:
+        return False
+    where = f"{keys.where}: quantization_config"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} = {entry!r}, legal: an object")
+    quantised = _Keys(entry, where)
+    quantised.get("modules_to_not_convert", None)
+    for key, legal in BLOCK_FP8.items():
+        if (value := quantised.get(key, None)) not in legal:
+            raise ConfigError(f"{where}: {key} = {value!r}, implemented: {list(legal)}")
+    quantised.refuse_leftovers()
+    return True
 
 
 def _check(config: ModelConfig, where: str) -> None:

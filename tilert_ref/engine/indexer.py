@@ -18,6 +18,7 @@ from tilert_ref.connector.rounding import INDEX_QUERY_FLOOR
 from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache, round_index
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.linear import linear
 from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import IndexerWeights
 
@@ -59,20 +60,20 @@ def lightning_index(
 
 def index_queries(w: IndexerWeights, config: ModelConfig, cos_sin: torch.Tensor, c_q: torch.Tensor) -> torch.Tensor:
     """c_q [T, q_lora_rank] -> q [T, Hi, d]."""
-    q = F.linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)  # [T, Hi, d]
+    q = linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)  # [T, Hi, d]
     return _rotate(config, cos_sin, q)
 
 
 def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """x [T, D] -> k [T, d]. LayerNorm with a bias, in fp32, rounded once."""
-    k = F.linear(x, w.wk).float()  # [T, d]
+    k = linear(x, w.wk).float()  # [T, d]
     k = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
     return _rotate(config, batch.cos_sin, k)
 
 
 def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
     """x [T, D], q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
-    weights = F.linear(x, w.weights_proj).float() * q_scale
+    weights = linear(x, w.weights_proj).float() * q_scale
     return weights * config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
 

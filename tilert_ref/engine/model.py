@@ -13,6 +13,7 @@ from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.indexer import lightning_index
+from tilert_ref.engine.linear import linear
 from tilert_ref.engine.moe import mlp, moe
 from tilert_ref.engine.numerics import SPARSE_ATTENTION
 from tilert_ref.engine.rope import apply_rope
@@ -43,13 +44,13 @@ def attention(
     With an indexer each query attends to the index_topk tokens that it chooses (DSA: DeepSeek-V3.2 report, eq. 2).
     """
     c, tokens = config, x.shape[0]
-    c_q = x if w.q_a is None else rms_norm(F.linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
-    q = F.linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
+    c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
+    q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     q_rope = apply_rope(q_rope, batch.cos_sin)  # [T, H, rope]
 
     if not batch.keep_rows:
-        c_kv, k_rope = F.linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps)  # [T, L]
         cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
     rows = cache.read(layer, batch.end)  # [S, L + rope]
@@ -61,7 +62,7 @@ def attention(
         out = _absorbed(w, c, batch, seen, q_nope, q_rope, rows)
     else:
         out = _plain(w, c, batch, q_nope, q_rope, rows)
-    return F.linear(out.flatten(1), w.o)
+    return linear(out.flatten(1), w.o)
 
 
 def _absorbed(
@@ -86,7 +87,7 @@ def _plain(
     w: AttentionWeights, c: ModelConfig, batch: Batch, q_nope: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
     c_kv, k_rope = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-    kv = F.linear(c_kv, w.kv_b).view(len(rows), c.num_attention_heads, -1)  # [S, H, nope + v]
+    kv = linear(c_kv, w.kv_b).view(len(rows), c.num_attention_heads, -1)  # [S, H, nope + v]
     k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
     return attend_plain(torch.cat((q_nope, q_rope), dim=-1), k_nope, k_rope, v, batch.first, c.softmax_scale)
 

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 
 from tilert_ref.engine import vllm_avx2
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.linear import Fp8Matrix, fp8_product, linear
 from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
 
 def mlp(w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
     """SwiGLU, [T, D] -> [T, D]; silu(gate) is rounded before the product (vLLM SiluAndMul, native)."""
-    gate, up = F.linear(x, w.gate_up).chunk(2, dim=-1)  # [T, I] each
-    return F.linear(F.silu(gate) * up, w.down)
+    gate, up = linear(x, w.gate_up).chunk(2, dim=-1)  # [T, I] each
+    return linear(F.silu(gate) * up, w.down)
 
 
 def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,15 +67,35 @@ def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     """Sum over the chosen experts of weight * SwiGLU_e(x), [T, D].
 
     fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts, one rounding at the end: the
-    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec").
+    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec"). Block-fp8 experts: see experts_fp8.
     """
-    linear = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
+    if isinstance(w.gate_up, Fp8Matrix):
+        return experts_fp8(w.gate_up, w.down, x, weights, ids)
+    product = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
+        gate, up = product(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
         # silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too
         inner = round_kernel(gate * gate.sigmoid() * up, x.dtype, kernels.rounding).float()
-        expert_out = linear(inner, w.down[expert].float())  # [n, D]
+        expert_out = product(inner, w.down[expert].float())  # [n, D]
         out.index_add_(0, token, expert_out * weights[token, slot, None])
     return round_kernel(out, x.dtype, kernels.rounding)
+
+
+def experts_fp8(
+    gate_up: Fp8Matrix, down: Fp8Matrix, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The same sum over block-fp8 experts, [T, D], with the rounding points of vLLM's Triton kernels on CUDA.
+
+    gate_up is rounded, so is silu(gate) before its product with up; the routing weight multiplies the second product
+    in fp32, before its one rounding; the rounded outputs of a token are added in fp32 and rounded (experts/
+    triton_moe.py, TritonExperts.apply; fused_moe.py, fused_moe_kernel; moe_sum).
+    """
+    outputs = x.new_empty(*ids.shape, x.shape[1])  # [T, k, D]
+    for expert in ids.unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[token], gate_up[expert]).chunk(2, dim=-1)  # [n, I]
+        expert_out = fp8_product(F.silu(gate) * up, down[expert])  # [n, D] fp32
+        outputs[token, slot] = (expert_out * weights[token, slot, None]).to(x.dtype)
+    return outputs.float().sum(dim=1).to(x.dtype)

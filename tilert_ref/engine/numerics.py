@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from tilert_ref.engine.block_fp8 import ActivationScale
+
 
 class KernelRounding(Enum):
     """How vLLM's fused kernels turn an fp32 accumulator into bf16."""
@@ -34,10 +36,15 @@ class SumOrder(Enum):
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the fused kernels of the peer do that a plain formula leaves open."""
+    """What the fused kernels of the peer do that a plain formula leaves open.
+
+    fp8: how activations are rounded for block-fp8 weights. The peer of a fp8 checkpoint is vLLM on CUDA whatever this
+    engine's device is; the default is DeepGEMM, which the recording kit runs (VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0).
+    """
 
     rounding: KernelRounding = KernelRounding.NEAREST
     order: SumOrder = SumOrder.TORCH
+    fp8: ActivationScale = ActivationScale.UE8M0
 
 
 SPARSE_ATTENTION = Kernels()

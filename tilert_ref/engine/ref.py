@@ -152,14 +152,15 @@ def load_engine(
     _check_options(config, num_mtp, max_seq_len)
     scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
-    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, progress=progress)
+    kernels = vllm_kernels(device)
+    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, fp8=kernels.fp8, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
     rope = rope_table(config, room, torch.bfloat16).to(device)
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
-    return RefEngine(Model(config, weights, rope, vllm_kernels(device)), cache, num_mtp, max_seq_len)
+    return RefEngine(Model(config, weights, rope, kernels), cache, num_mtp, max_seq_len)
 
 
 def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRule | str) -> ScaleRule | None:

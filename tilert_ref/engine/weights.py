@@ -1,24 +1,28 @@
 """Weights of one MLA model as plain dataclasses of tensors, filled from a Hugging Face checkpoint.
 
 Names on the right are the checkpoint's; `x_proj` matrices are [out, in] as in torch.nn.Linear. kv_b_proj is also kept
-split into W_UK and W_UV, because absorbed decode multiplies by them on either side of attention.
+split into W_UK and W_UV, because absorbed decode multiplies by them on either side of attention. A Matrix is bf16, or
+block fp8 where the checkpoint has a scale NAME_scale_inv; a Tensor is never fp8.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from tilert_ref.engine.checkpoint import Checkpoint, Progress
+from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, recast_ue8m0
+from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress, StrictTensors
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.engine.linear import Fp8Matrix, Matrix, concat_rows, stack
 
 
 @dataclass(frozen=True)
 class IndexerWeights:
     """Lightning indexer (DeepSeek-V3.2 report, section 2.1). Hi index heads of width d = 128."""
 
-    wq_b: torch.Tensor  # [Hi * d, q_lora_rank]
-    wk: torch.Tensor  # [d, D]
+    wq_b: Matrix  # [Hi * d, q_lora_rank]
+    wk: torch.Tensor  # [d, D]; dequantised where it is stored in fp8, as vLLM does to fuse it with weights_proj
     k_norm: torch.Tensor  # [d] fp32
     k_norm_bias: torch.Tensor  # [d] fp32
     weights_proj: torch.Tensor  # [Hi, D]
@@ -28,22 +32,22 @@ class IndexerWeights:
 class AttentionWeights:
     """Multi-head latent attention (DeepSeek-V2 paper, section 2.1). H heads, L = kv_lora_rank."""
 
-    q_a: torch.Tensor | None  # [q_lora_rank, D]; None: q_b multiplies the hidden state directly
+    q_a: Matrix | None  # [q_lora_rank, D]; None: q_b multiplies the hidden state directly
     q_a_norm: torch.Tensor | None  # [q_lora_rank]
-    q_b: torch.Tensor  # [H * (nope + rope), q_lora_rank or D]
-    kv_a: torch.Tensor  # [L + rope, D]
+    q_b: Matrix  # [H * (nope + rope), q_lora_rank or D]
+    kv_a: Matrix  # [L + rope, D]
     kv_a_norm: torch.Tensor  # [L]
-    kv_b: torch.Tensor  # [H * (nope + v), L]
+    kv_b: Matrix  # [H * (nope + v), L]
     w_uk: torch.Tensor  # [H, nope, L]: absorbs into the query
     w_uv: torch.Tensor  # [H, L, v]: expands the attended latent; stored as [H, v, L], the order vLLM's product reads
-    o: torch.Tensor  # [D, H * v]
+    o: Matrix  # [D, H * v]
     indexer: IndexerWeights | None  # None: attends densely
 
 
 @dataclass(frozen=True)
 class MlpWeights:
-    gate_up: torch.Tensor  # [2 * I, D]
-    down: torch.Tensor  # [D, I]
+    gate_up: Matrix  # [2 * I, D]
+    down: Matrix  # [D, I]
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class MoeWeights:
 
     gate: torch.Tensor  # [E, D]
     bias: torch.Tensor | None  # [E] fp32, e_score_correction_bias
-    gate_up: torch.Tensor  # [E, 2 * I, D]
-    down: torch.Tensor  # [E, D, I]
+    gate_up: Matrix  # [E, 2 * I, D]
+    down: Matrix  # [E, D, I]
     shared: MlpWeights | None
 
 
@@ -97,37 +101,63 @@ def _inner_last(w: torch.Tensor) -> torch.Tensor:
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype):
-        self.config, self.checkpoint, self.device, self.dtype = config, checkpoint, device, dtype
+    def __init__(
+        self, config: ModelConfig, checkpoint: StrictTensors, device: str, dtype: torch.dtype, rule: ActivationScale
+    ):
+        self.config, self.checkpoint, self.device, self.dtype, self.rule = config, checkpoint, device, dtype, rule
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.checkpoint.take(name, shape, dtype or self.dtype).to(self.device)
 
+    def linear(self, name: str, *shape: int) -> Matrix:
+        """A linear layer's matrix [out, in]; vLLM's DeepGEMM has fp8 ones with power-of-two scales only."""
+        w = self.stored(name, *shape)
+        if not isinstance(w, Fp8Matrix) or not self.rule.recasts_weights:
+            return w
+        return Fp8Matrix(*recast_ue8m0(w.codes, w.scales), w.rule)
+
+    def stored(self, name: str, rows: int, columns: int) -> Matrix:
+        """A matrix [out, in] as it is stored: bf16, or fp8 with its scales if the model is quantised and has them."""
+        scale = f"{name}_scale_inv"
+        if not self.config.block_fp8 or scale not in self.checkpoint:
+            return self.take(name, rows, columns)
+        if rows % 64 or columns % BLOCK:
+            # vLLM gives these to other kernels (utils/deep_gemm.py, should_use_deepgemm_for_fp8_linear), or to none.
+            raise self.error(f"weight {name} is fp8 [{rows}, {columns}], legal: multiples of 64 and {BLOCK}")
+        codes = self.take(name, rows, columns, dtype=torch.float8_e4m3fn)
+        scales = self.take(scale, -(-rows // BLOCK), columns // BLOCK, dtype=torch.float32)
+        return Fp8Matrix(codes, scales, self.rule)
+
+    def error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.checkpoint.where}: {text}")
+
     def attention(self, p: str) -> AttentionWeights:
         c = self.config
         heads, latent, d = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
-        kv_b = self.take(f"{p}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
-        w_uk, w_uv = kv_b.view(heads, -1, latent).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        kv_b = self.linear(f"{p}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
+        wide = kv_b.dequantized(self.dtype) if isinstance(kv_b, Fp8Matrix) else kv_b
+        w_uk, w_uv = wide.view(heads, -1, latent).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         rank = c.q_lora_rank
         return AttentionWeights(
-            q_a=self.take(f"{p}q_a_proj.weight", rank, d) if rank else None,
+            q_a=self.linear(f"{p}q_a_proj.weight", rank, d) if rank else None,
             q_a_norm=self.take(f"{p}q_a_layernorm.weight", rank) if rank else None,
-            q_b=self.take(f"{p}{'q_b_proj' if rank else 'q_proj'}.weight", heads * c.qk_head_dim, rank or d),
-            kv_a=self.take(f"{p}kv_a_proj_with_mqa.weight", c.cache_width, d),
+            q_b=self.linear(f"{p}{'q_b_proj' if rank else 'q_proj'}.weight", heads * c.qk_head_dim, rank or d),
+            kv_a=self.linear(f"{p}kv_a_proj_with_mqa.weight", c.cache_width, d),
             kv_a_norm=self.take(f"{p}kv_a_layernorm.weight", latent),
             kv_b=kv_b,
             w_uk=w_uk.contiguous() if c.index_topk is None else _inner_last(w_uk),
             w_uv=w_uv.contiguous().transpose(1, 2),
-            o=self.take(f"{p}o_proj.weight", d, heads * c.v_head_dim),
+            o=self.linear(f"{p}o_proj.weight", d, heads * c.v_head_dim),
             indexer=None if c.index_topk is None else self.indexer(f"{p}indexer."),
         )
 
     def indexer(self, p: str) -> IndexerWeights:
         c = self.config
         heads, width = c.index_n_heads, c.index_head_dim
+        wk = self.stored(f"{p}wk.weight", width, c.hidden_size)
         return IndexerWeights(
-            wq_b=self.take(f"{p}wq_b.weight", heads * width, c.q_lora_rank),
-            wk=self.take(f"{p}wk.weight", width, c.hidden_size),
+            wq_b=self.linear(f"{p}wq_b.weight", heads * width, c.q_lora_rank),
+            wk=wk.dequantized(self.dtype) if isinstance(wk, Fp8Matrix) else wk,
             # Published in fp32 or bf16; vLLM computes this norm in fp32 either way.
             k_norm=self.take(f"{p}k_norm.weight", width, dtype=torch.float32),
             k_norm_bias=self.take(f"{p}k_norm.bias", width, dtype=torch.float32),
@@ -135,21 +165,44 @@ class _Loader:
         )
 
     def mlp(self, p: str, inner: int) -> MlpWeights:
+        return self.swiglu(self.linear, p, inner)
+
+    def expert(self, p: str) -> MlpWeights:
+        """Unlike linear layers these keep their scales in vLLM on Hopper, whose expert kernel is Triton's (fused_moe/
+        oracle/fp8.py, _get_priority_backends; without expert parallelism)."""
+        return self.swiglu(self.stored, p, self.config.moe_intermediate_size)
+
+    def swiglu(self, matrix: Callable[..., Matrix], p: str, inner: int) -> MlpWeights:
         d = self.config.hidden_size
-        gate = self.take(f"{p}gate_proj.weight", inner, d)
-        up = self.take(f"{p}up_proj.weight", inner, d)
-        return MlpWeights(torch.cat((gate, up)), self.take(f"{p}down_proj.weight", d, inner))
+        gate_up = [matrix(f"{p}{name}_proj.weight", inner, d) for name in ("gate", "up")]
+        down = matrix(f"{p}down_proj.weight", d, inner)
+        try:
+            return MlpWeights(concat_rows(gate_up), down)
+        except ValueError as error:
+            raise self.error(f"{p}gate_proj and up_proj, multiplied as one: {error}") from error
+
+    def experts(self, p: str) -> tuple[Matrix, Matrix]:
+        """gate_up [E, 2 * I, D] and down [E, D, I]."""
+        each = [self.expert(f"{p}{e}.") for e in range(self.config.n_routed_experts)]
+        try:
+            stacks = stack([e.gate_up for e in each]), stack([e.down for e in each])
+        except ValueError as error:
+            raise self.error(f"{p}*: {error}") from error
+        if len({type(w) for w in stacks}) > 1:  # one kernel runs both products of an expert
+            raise self.error(f"{p}*: of gate_up and down one is fp8 and one is not; legal: both or none")
+        rule = self.rule.experts
+        return tuple(replace(w, rule=rule) if isinstance(w, Fp8Matrix) else w for w in stacks)
 
     def moe(self, p: str) -> MoeWeights:
         c = self.config
-        experts = [self.mlp(f"{p}experts.{e}.", c.moe_intermediate_size) for e in range(c.n_routed_experts)]
+        gate_up, down = self.experts(f"{p}experts.")
         biased = c.topk_method == "noaux_tc"
         bias_name = f"{p}gate.e_score_correction_bias"
         return MoeWeights(
             gate=self.take(f"{p}gate.weight", c.n_routed_experts, c.hidden_size),
             bias=self.take(bias_name, c.n_routed_experts, dtype=torch.float32) if biased else None,
-            gate_up=torch.stack([e.gate_up for e in experts]),
-            down=torch.stack([e.down for e in experts]),
+            gate_up=gate_up,
+            down=down,
             shared=self.mlp(f"{p}shared_experts.", c.moe_intermediate_size * c.n_shared_experts)
             if c.n_shared_experts
             else None,
@@ -195,22 +248,36 @@ def load_weights(
     with_mtp: bool,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    fp8: ActivationScale = ActivationScale.UE8M0,
     progress: Progress = lambda line: None,
 ) -> Weights:
-    """Reads the whole checkpoint. Raises CheckpointError on a missing, leftover or misshapen tensor."""
+    """Reads the whole checkpoint directory. Raises CheckpointError on a missing, leftover or misshapen tensor."""
     with Checkpoint(model_dir, progress) as checkpoint:
-        load = _Loader(config, checkpoint, device, dtype)
-        embed = load.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint
-        head = embed if tied else load.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        weights = Weights(
-            embed=embed,
-            layers=[load.layer(i) for i in range(config.num_hidden_layers)],
-            norm=load.take("model.norm.weight", config.hidden_size),
-            head=head,
-            mtp=load.mtp(embed, head) if with_mtp else None,
-        )
-        if not with_mtp:
-            load.skip_mtp()
-        checkpoint.finish()
+        return take_weights(config, checkpoint, with_mtp=with_mtp, device=device, dtype=dtype, fp8=fp8)
+
+
+def take_weights(
+    config: ModelConfig,
+    tensors: StrictTensors,
+    *,
+    with_mtp: bool,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    fp8: ActivationScale = ActivationScale.UE8M0,
+) -> Weights:
+    """The model's weights from named tensors; every one must have its place. fp8: numerics.Kernels.fp8."""
+    load = _Loader(config, tensors, device, dtype, fp8)
+    embed = load.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    tied = config.tie_word_embeddings and "lm_head.weight" not in tensors
+    head = embed if tied else load.take("lm_head.weight", config.vocab_size, config.hidden_size)
+    weights = Weights(
+        embed=embed,
+        layers=[load.layer(i) for i in range(config.num_hidden_layers)],
+        norm=load.take("model.norm.weight", config.hidden_size),
+        head=head,
+        mtp=load.mtp(embed, head) if with_mtp else None,
+    )
+    if not with_mtp:
+        load.skip_mtp()
+    tensors.finish()
     return weights

@@ -1,0 +1,78 @@
+"""One product for both kinds of weight: y = x W^T with W in bf16, or in block fp8 as vLLM multiplies it on CUDA."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A block-fp8 matrix or a stack of them, and the rule for the activations that it is multiplied with.
+
+    The rule stands here because the loader knows it: the matrices of DeepGEMM's linear layers are stored recast.
+    """
+
+    codes: torch.Tensor  # [..., out, in] e4m3
+    scales: torch.Tensor  # [..., ceil(out / 128), in / 128] fp32
+    rule: ActivationScale
+
+    def __getitem__(self, index: int) -> "Fp8Matrix":
+        """One matrix of a stack."""
+        return Fp8Matrix(self.codes[index], self.scales[index], self.rule)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """code * scale in fp32, rounded to dtype, [out, in]."""
+        return dequantize_blocks(self.codes, self.scales).to(dtype)
+
+
+Matrix = torch.Tensor | Fp8Matrix
+
+
+def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
+    """x [T, in], w [out, in] -> [T, out] in x's dtype; the result is rounded once."""
+    return fp8_product(x, w).to(x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
+
+
+def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
+    """sum over blocks b of K: (a_b . w_b) * a_scale_b * w_scale_b, fp32 [T, out], a the quantised x [T, K].
+
+    DeepGEMM, sm90_fp8_gemm_1d2d.cuh, and vLLM's fused_moe_kernel: a product per block of 128, scaled, added up in fp32.
+    The dot products of codes are exact here (float64 holds every sum of 128 of them) and rounded to fp32, so a token's
+    result doesn't depend on how many others stand beside it. Tensor cores keep fewer bits within a block.
+    """
+    a, a_scales = quantize_activations(x, w.rule)  # [T, B, 128], [T, B]
+    out = x.new_zeros(len(x), w.codes.shape[0], dtype=torch.float32)
+    w_scales = w.scales.repeat_interleave(BLOCK, dim=0)[: out.shape[1]]  # [out, B]
+    for b, codes in enumerate(w.codes.split(BLOCK, dim=1)):
+        dots = (a[:, b].double() @ codes.double().T).float()  # [T, out]
+        out += dots * a_scales[:, b, None] * w_scales[:, b]
+    return out
+
+
+def concat_rows(parts: list[Matrix]) -> Matrix:
+    """Matrices of one kind above each other: [out_1 + out_2 + ..., in].
+
+    ValueError if some are fp8 and others are not, or if a part but the last has rows beyond its last whole block: the
+    scales of the next one couldn't follow (vLLM refuses those too: fp8_utils.py, validate_fp8_block_shape).
+    """
+    fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
+    if not fp8:
+        return torch.cat(parts)
+    if len(fp8) < len(parts):
+        raise ValueError("some are fp8 and some are not; legal: all or none")
+    if any(part.codes.shape[0] % BLOCK for part in fp8[:-1]):
+        raise ValueError(f"rows {[part.codes.shape[0] for part in fp8]}, legal: multiples of {BLOCK} but for the last")
+    return Fp8Matrix(torch.cat([p.codes for p in fp8]), torch.cat([p.scales for p in fp8]), fp8[0].rule)
+
+
+def stack(parts: list[Matrix]) -> Matrix:
+    """Matrices of one kind and shape, [n, out, in]. ValueError if some are fp8 and others are not."""
+    fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
+    if not fp8:
+        return torch.stack(parts)
+    if len(fp8) < len(parts):
+        raise ValueError("some are fp8 and some are not; legal: all or none")
+    return Fp8Matrix(torch.stack([p.codes for p in fp8]), torch.stack([p.scales for p in fp8]), fp8[0].rule)
