@@ -30,8 +30,8 @@ CONTEXT = 4608  # what the trained models were trained on
 EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257]
 EDGE_TOKENS = 16
 CHUNK = 256
-# Some prompts of all kinds, which come in turns of 8, where all 64 take too long for every run. Alone again costs as much as the main recording, compiled vLLM
-# begins with 22 s of compiler, drafting is slow on a CPU.
+# Some prompts of all kinds, which come in turns of 8, where all 64 take too long for every run. Alone again costs as
+# much as the main recording, compiled vLLM begins with 22 s of compiler, drafting is slow on a CPU.
 SHUFFLED = slice(0, None, 3)
 REPEATED = slice(0, None, 7)
 COMPILED = slice(1, None, 7)
