@@ -40,9 +40,10 @@ def test_quick_part_passes_on_the_committed_model(tmp_path: Path, capsys: pytest
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick part, cut down to one of each."""
+    """The quick part, cut down to one of each and to a quarter of the context."""
     plan = replace(QUICK, questions=1, tasks=1, calls=1, refusals=1, golden=1, tokens=32)
     monkeypatch.setattr(scorecard, "QUICK", plan)
+    monkeypatch.setattr(scorecard, "RECALL_ROOM", 3456)
 
 
 @pytest.mark.usefixtures("little")

@@ -55,13 +55,13 @@ FULL = Plan(
 QUICK = Plan(
     "quick",
     conversations=1,
-    questions=4,
-    tasks=3,
-    calls=6,
+    questions=2,
+    tasks=2,
+    calls=4,
     refusals=2,
     golden=8,
-    tokens=64,
-    only="one conversation for recall, a tenth of the tasks, 64 tokens of 8 golden prompts",
+    tokens=48,
+    only="one conversation for recall, a sixteenth of the tasks, 48 tokens of 8 golden prompts",
 )
 
 
