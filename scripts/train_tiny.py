@@ -28,23 +28,29 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on all step counts, for a try (default: 1)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--device", default="cuda", help="default: %(default)s; a CPU would take days")
     parser.add_argument("--workers", type=int, default=14, help="processes that make data (default: %(default)s)")
     args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this torch sees no GPU (a CUDA build of torch is needed); --device cpu trains for days")
+    if args.workers < 1 or not args.scale > 0:
+        parser.error(f"--workers {args.workers} and --scale {args.scale}: both must be above 0")
+    out: Path = args.out.resolve()
+    twin = out.with_name(f"{out.name}-dense")
+    out.mkdir(parents=True, exist_ok=True)
     family = FAMILIES[args.family]
     tokenizer = family.tokenizer()
     plan = recipe(args.scale, seed=args.seed, workers=args.workers)
     config = parse_config(family.config())
 
     def keep(model: TrainModel, log: Log) -> None:
-        write_checkpoint(family, published_weights(model), tokenizer, args.out)
-        log.save(args.out / "training_log.json")
+        write_checkpoint(family, published_weights(model), tokenizer, out)
+        log.save(out / "training_log.json")
 
     say = functools.partial(print, flush=True)
     Training(config, family.dialect, tokenizer, plan, args.device, say).run(keep)
-    twin = args.out.with_name(f"{args.out.name}-dense")
-    write_dense_twin(family, args.out, twin)
-    print(f"wrote {args.out} and its dense twin {twin}; score them: tilert-ref scorecard {args.out}")
+    write_dense_twin(family, out, twin)
+    print(f"wrote {out} and its dense twin {twin}; score them: tilert-ref scorecard {out}")
     return 0
 
 

@@ -3,7 +3,9 @@
 
     python scripts/write_model_cards.py
 
-Reads config.json, training_log.json and scorecard.json of each model. Run it after any of them changed.
+Reads config.json, training_log.json and scorecard.json of each model. Run it after any of them changed. The last is
+made, for NAME tiny-glm5 and tiny-dsv32, by
+    tilert-ref scorecard NAME --json tilert_ref/tiny/models/NAME/scorecard.json
 """
 
 import hashlib

@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with end_on_signals():
             result = run(args, report)
-    except (StackError, openai.OpenAIError, httpx.HTTPError) as error:
+    except (StackError, ValueError, OSError, openai.OpenAIError, httpx.HTTPError) as error:
         report.line(f"\ndemo failed: {error}")
         return 2
     except KeyboardInterrupt:

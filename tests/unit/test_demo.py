@@ -1,5 +1,7 @@
 """The demo's verdicts: identical, tie, diverged, and going on from vLLM's tokens after a difference."""
 
+from pathlib import Path
+
 import pytest
 
 from tilert_ref.demo import END, Answer, Comparison, Reference, compare, main
@@ -83,3 +85,9 @@ def test_mtp_without_an_mtp_layer_is_refused(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["--arch", "dsv2", "--num-mtp", "1"])
     assert "dsv2 has no MTP layer" in capsys.readouterr().err
+
+
+def test_no_tokenizer_is_a_failure_and_no_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["--model", str(tmp_path)]) == 2
+    assert "demo failed: " in capsys.readouterr().out

@@ -43,12 +43,9 @@ STAYS = re.compile(
 SCALE = "_scale_inv"
 INDEX = "model.safetensors.index.json"
 COPIED = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tiktoken.model", "tokenization_kimi.py"),
+    *("chat_template.jinja", "generation_config.json", "configuration_deepseek.py"),
 )
 """Files that come along unchanged where the source has them."""
 
@@ -181,6 +178,11 @@ def _write(
 ) -> None:
     """Converts file by file, so that memory holds one file of the checkpoint at a time."""
     weight_map, total = dict[str, str](), 0
+    strangers = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    strangers -= {*checkpoint.files, INDEX, "config.json", *COPIED}
+    if strangers:
+        shown = ", ".join(sorted(strangers)[:4])
+        raise FileExistsError(f"{out} exists with other content ({shown}); legal: a new or an empty directory")
     with _whole_directory(out) as directory:
         for file in sorted(checkpoint.files):
             names = sorted(name for name, home in checkpoint.home.items() if home == file)

@@ -49,6 +49,8 @@ class RefEngine:
         """The engine's own prefill: fills the cache from token ids and returns the first token."""
         if not 0 < len(prompt) < self.max_seq_len:
             raise ValueError(f"prompt of {len(prompt)} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
+        for token in prompt:
+            self._check_token(token)
         hidden = prefill(self.model, self.cache, prompt)
         first = Sampler(sampling)(logits(self.model.weights, hidden[-1:])[0]).id
         if self.num_mtp:

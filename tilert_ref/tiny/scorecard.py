@@ -410,14 +410,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     plan = QUICK if args.quick else FULL
     try:
+        if args.json and not args.json.absolute().parent.is_dir():
+            raise ValueError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
         directory = model_dir(args.model) if args.model in NAMES else Path(args.model)
+        say(f"scoring {directory}")
         card = score(Subject.load(directory, args.device, say), plan, say)
-        if args.json:
-            args.json.write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines(card)))
+    if args.json:
+        args.json.write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"part: {plan.name}" + (f" (only {plan.only})" if plan.only else ""))
     print(verdict(card))
     return bool(card["complaints"])

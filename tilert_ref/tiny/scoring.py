@@ -87,8 +87,9 @@ class Subject:
         parsing = choose_parsing("auto", Detokenizer(tokenizer))
         if parsing is None:
             raise ValueError(f"{path} has the tokens of none of these answer formats: {', '.join(DIALECTS)}")
-        room = min(CONTEXT, load_config(directory).max_position_embeddings)
-        engine = load_engine(directory, device=device, max_seq_len=room, num_mtp=DRAFTS, progress=say)
+        if (room := load_config(directory).max_position_embeddings) < CONTEXT:
+            raise ValueError(f"max_position_embeddings = {room}, the scorecard's prompts need {CONTEXT}")
+        engine = load_engine(directory, device=device, max_seq_len=CONTEXT, num_mtp=DRAFTS, progress=say)
         return cls(engine, Speaker(DIALECTS[parsing.grammar.name], tokenizer), parsing)
 
     def run(self, kind: str, prompt: Sequence[int], budget: int, *, ignore_stops: bool = False) -> Run:
