@@ -27,7 +27,7 @@ from tilert_ref.tiny.rows import ROW_KINDS
 from tilert_ref.tiny.scorecard import BOUNDS, share
 
 # The log does not hold it.
-TRAINED_ON = "about 330 seconds on one H200 with torch 2.11"
+TRAINED_ON = "330 to 390 seconds on one H200 with torch 2.11"
 
 OF = {"tiny-glm5": "GLM-5", "tiny-dsv32": "DeepSeek-V3.2"}
 SKILLS = {

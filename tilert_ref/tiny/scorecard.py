@@ -87,7 +87,11 @@ BOUNDS = (
     Bound("recall", 0.99, "in the worst distance bucket: a wrong KV row must show as a wrong answer"),
     *(Bound(skill, 0.9, _LEARNED) for skill in ("add", "copy", "sort", "answer", "recite", "tool call")),
     Bound("first draft", 0.80, "the share of windows whose first draft holds: drafting must be worth testing"),
-    Bound("golden answers", 0.99, "share of golden positions that are right: what is compared with vLLM is no noise"),
+    Bound(
+        "golden answers",
+        0.97,
+        "share of golden positions that are right; behind a wrong token all count as wrong: a prompt may cost 1.6%",
+    ),
     Bound("near ties", 0.001, "share of golden positions that another order of summation may flip", at_most=True),
 )
 """What a model must reach. "tool refusal" has no bound: the committed models call a tool that they know from training
