@@ -18,9 +18,9 @@ from tilert_ref.tiny.families import FAMILIES
 from tilert_ref.tiny.golden import golden_prompts
 from tilert_ref.tiny.train_model import Attention, Indexer, Mode, Moe, TrainModel
 
-# Mean difference of a logit over a whole conversation: the engine rounds to bf16 (steps of 0.25 at the best logit, 35),
-# the twin computes in fp32 here. Seen: 0.040 to 0.054, and 0.07 or more where the indexer chooses other tokens. Single
-# logits differ by up to 5: rounding changes an expert.
+# Mean difference of a logit where the model knows what follows: the engine rounds to bf16 (steps of 0.25 at the best
+# logit, 35), the twin computes in fp32 here. Seen: 0.037 to 0.050, and 0.10 or more where the indexer chooses other
+# tokens. Where it can only guess, rounding changes an expert and a logit by up to 6.
 MEAN = 0.06
 
 
@@ -71,7 +71,7 @@ def test_twin_gives_the_engines_logits(family: str, dense: bool) -> None:
     theirs = engine_logits(f"{family}-dense" if dense else family, ids)
     answered = len(golden.prompt) - 1  # from here on the model knows what follows; earlier it can only guess
     for a, b, first in zip(ours, theirs, (answered, answered - 1), strict=True):
-        assert (a - b).abs().mean() < MEAN
+        assert (a - b)[first:].abs().mean() < MEAN
         assert torch.equal(a[first:].argmax(-1), b[first:].argmax(-1))
 
 
@@ -87,4 +87,4 @@ def test_comparison_notices_another_selection(change: dict[str, Any]) -> None:
             if isinstance(module, Attention | Indexer):
                 module.c = replace(module.c, **change)
         wrong = twin.logits(twin.hidden(at, Mode(sparse=True)))
-    assert (right - wrong)[:, load_config(model_dir("tiny-glm5")).index_topk :].abs().mean() > MEAN
+    assert (right - wrong)[0, len(golden.prompt) - 1 :].abs().mean() > MEAN
