@@ -131,7 +131,14 @@ def test_nothing_outlives_the_owner(tmp_path: Path, number: int) -> None:
     command = server()
     argv = [sys.executable, "-c", OWNER, command.url, str(tmp_path / "log"), *command.argv]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as owner:
+    with subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=env,
+        # As in a terminal: whoever runs the tests in the background has SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as owner:
         assert owner.stdout is not None
         process = Process(command, tmp_path / "log")
         pids = [int(owner.stdout.readline()), *children(process)]
