@@ -163,10 +163,10 @@ class Process:
         self.reap(grace)
 
     def terminate(self) -> None:
-        """First half of stop: asks the program to end, without waiting."""
-        if self._popen is not None:
+        """First half of stop: asks everything in the session to end, without waiting."""
+        for pid in _session(self._popen.pid) if self._popen is not None else []:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
 
     def reap(self, grace: float = STOP_GRACE_S) -> None:
         """Second half of stop: waits for the end of the whole session, and kills what is left of it."""
