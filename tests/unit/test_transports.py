@@ -255,3 +255,15 @@ def test_an_unused_transport_starts_nothing() -> None:
         transport.unregister(4096)
         transport.close()
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("name", ["nixl", "zmq"])
+def test_an_idle_receiver_rests(name: str) -> None:
+    """It waits for what arrives; a progress thread that spins would take a core from who decodes."""
+    receiver = make_transport(name, "127.0.0.1")
+    receiver.start()
+    used, began = time.process_time(), time.monotonic()
+    time.sleep(1.5)
+    used, passed = time.process_time() - used, time.monotonic() - began
+    receiver.close()
+    assert used < 0.05 * passed, f"{used:.2f} s of processor time in {passed:.2f} s"

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import uuid
@@ -35,6 +36,9 @@ BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
 COMMAND_TIMEOUT_S = 60.0  # starting UCX takes 0.5 to 2 s, more on a loaded machine
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
+PROGRESS_PAUSE_US = 10_000  # longest sleep of UCX's progress thread; what arrives wakes it
+
+_MAKING_AGENT = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +174,8 @@ class NixlTransport:
 
             config = nixl_agent_config(enable_prog_thread=self._receiver, backends=["UCX"])
             # A name that no restarted process repeats: a known name with new metadata is refused by the other end.
-            agent = nixl_agent(f"tilert-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
+            with _resting_progress_thread(nixl_agent):
+                agent = nixl_agent(f"tilert-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
             if "UCX" not in agent.backends:  # NIXL 0.6 to 0.9 only warn
                 raise TransferError(f"NIXL {nixl_version()} has no UCX backend, only {sorted(agent.backends)}")
             self._agent = agent
@@ -284,6 +289,31 @@ class NixlTransport:
         if name is not None:
             with contextlib.suppress(Exception):  # a dead receiver: there is nothing to remove
                 self._agent.remove_remote_agent(name)
+
+
+@contextlib.contextmanager
+def _resting_progress_thread(agent_class: type) -> Iterator[None]:
+    """Agents made meanwhile have a progress thread that sleeps until something arrives.
+
+    NIXL's Python API always asks for a pause of 0, and with that an idle receiver spins on a whole core. The C++ API
+    that it calls has the pause (`pthrDelay`, in us); without such an attribute nothing changes.
+    """
+    bindings = getattr(sys.modules[agent_class.__module__], "nixlBind", None)
+    original = getattr(bindings, "nixlAgentConfig", None)
+    if not hasattr(original, "pthrDelay"):
+        yield
+        return
+
+    class Resting(original):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_PAUSE_US if name == "pthrDelay" else value)
+
+    with _MAKING_AGENT:
+        bindings.nixlAgentConfig = Resting
+        try:
+            yield
+        finally:
+            bindings.nixlAgentConfig = original
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
