@@ -288,5 +288,5 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert isinstance(actions[-1], Reply) and isinstance(actions[-1].message, Accept), actions
 
 
-AdmissionMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+AdmissionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestAdmission = AdmissionMachine.TestCase

@@ -159,7 +159,8 @@ class Ranks:
         self._senders: list[Sender] = []
         self._extractors: list[Extractor] = []
         for rank in range(stage.nshards):
-            config = SenderConfig(stage, stage.geometry(), senders=stage.nshards, rank=rank)
+            # Patient: a busy machine may need longer for the request before than the 3 s that five attempts take.
+            config = SenderConfig(stage, stage.geometry(), senders=stage.nshards, rank=rank, attempts=8)
             sender = Sender(config, lambda: make_transport("zmq", "", receiver=False))
             pool = StagingPool(stage, rank, torch.device("cpu"), None, sender.forget)
             owned = range(rank, stage.profile.num_layers, stage.nshards)

@@ -46,7 +46,7 @@ def parse(grammar: Grammar, pieces: list[str], state: State, tools: dict | None,
 
 
 @pytest.mark.parametrize("grammar", [GLM47, DSV32], ids=lambda g: g.name)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data(), state=st.sampled_from([State.REASONING, State.CONTENT]), cut=st.booleans())
 def test_any_cut_of_any_text(grammar: Grammar, data: st.DataObject, state: State, cut: bool) -> None:
     pieces = data.draw(cut_texts(grammar))

@@ -257,8 +257,8 @@ def test_the_trained_models_still_answer(name: str, dialect: Dialect, rule: Scal
     directory = model_dir(name)
     drafting, plain = (fp8_engine(directory, rule, max_seq_len=1024, num_mtp=n) for n in (2, 0))
     speaker = Speaker(dialect, Tokenizer.from_file(str(directory / "tokenizer.json")))
-    asked = list(questions(speaker, 6))
-    assert [len(golden.prompt) > 500 for golden in asked] == [True] * 6 + [False]
+    asked = list(questions(speaker, 2))
+    assert [len(golden.prompt) > 500 for golden in asked] == [True, True, False]
     for golden in asked:
         first = drafting.prefill(golden.prompt, GREEDY)
         kv = handed_over(drafting, golden.prompt)

@@ -26,23 +26,32 @@ def subject() -> Subject:
 # The command
 
 
-def test_quick_part_passes_on_the_committed_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "card.json"
+def cut(monkeypatch: pytest.MonkeyPatch, **less: int) -> Plan:
+    """The quick part, which takes a minute, with one of each and fewer tokens."""
+    plan = replace(QUICK, **{"questions": 1, "tasks": 1, "calls": 1, "refusals": 1} | less)
+    monkeypatch.setattr(scorecard, "QUICK", plan)
+    return plan
+
+
+def test_quick_part_passes_on_the_committed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every score, recall over the whole context, golden prompts of every kind."""
+    out, plan = tmp_path / "card.json", cut(monkeypatch, tokens=12)
     assert tilert_ref(["scorecard", "tiny-glm5-dense", "--quick", "--json", str(out)]) == 0
     *_, part, last = capsys.readouterr().out.splitlines()
     assert last == "scorecard: pass"
     assert part == f"part: quick (only {QUICK.only})"
     card = json.loads(out.read_text())
     assert list(card["recall"]["buckets"]) == [bucket_name(i) for i in range(len(DISTANCES))]
-    assert card["margins"]["positions"] == QUICK.golden * QUICK.tokens == sum(card["margins"]["histogram"].values())
+    assert card["margins"]["positions"] == plan.golden * plan.tokens == sum(card["margins"]["histogram"].values())
     assert {bound.score for bound in BOUNDS} <= set(card["scores"])
 
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick part, cut down to one of each and to a quarter of the context."""
-    plan = replace(QUICK, questions=1, tasks=1, calls=1, refusals=1, golden=1, tokens=32)
-    monkeypatch.setattr(scorecard, "QUICK", plan)
+    cut(monkeypatch, golden=1, tokens=32)
     monkeypatch.setattr(scorecard, "RECALL_ROOM", 3456)
 
 
