@@ -17,7 +17,8 @@ def handed_over(engine: RefEngine, prompt: Sequence[int]) -> PromptKV:
         rows = cache.read_rows(layer, len(prompt))
         split = 512 if cache.scale_rule is None else FP8_DS_MLA.kv_bytes
         pages = torch.zeros(page_count(len(prompt)), INDEX_PAGE_BYTES, dtype=torch.uint8)
-        gather_index_pages(cache.index_blocks(layer), cache.block_table.tolist(), len(prompt), pages)
+        source = engine.model.config.indexer_of(layer)
+        gather_index_pages(cache.index_blocks(source), cache.block_table.tolist(), len(prompt), pages)
         rope = rows[:, split:]
         layers.append(LayerKV(rows[:, :split], rope.view(torch.bfloat16) if rows.dtype == torch.uint8 else rope, pages))
     return PromptKV("r", len(prompt), prompt[-1], layers)

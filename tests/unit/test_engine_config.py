@@ -18,7 +18,7 @@ def test_every_family_member_parses(arch: str) -> None:
     assert config.architecture == raw["architectures"][0]
     assert config.cache_width == 576
     assert config.qk_head_dim == raw["qk_nope_head_dim"] + 64
-    assert (config.index_topk is not None) == (arch in ("dsv32", "glm5"))
+    assert (config.index_topk is not None) == (arch in ("dsv32", "glm5", "glm52"))
 
 
 @pytest.mark.parametrize(

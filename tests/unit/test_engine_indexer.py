@@ -73,7 +73,7 @@ def test_rounding_equals_the_format_by_its_definition(spread: float) -> None:
 
 
 def index_cache(block_size: int = 64, index_dtype: torch.dtype = torch.float8_e4m3fn) -> KVCache:
-    config = SimpleNamespace(cache_width=576, index_topk=4)
+    config = SimpleNamespace(cache_width=576, index_topk=4, has_indexer=lambda layer: True)
     return KVCache(config, 2, 150, block_size=block_size, index_dtype=index_dtype)
 
 

@@ -51,7 +51,7 @@ def engine_logits(name: str, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor
     hidden = prefill(model, cache, ids)
     with torch.inference_mode():
         batch = model.batch(0, len(ids) - 1, absorbed=False)
-        drafted = mtp_forward(model.weights.mtp, model.config, cache, batch, model.ids(ids[1:]), hidden[:-1])
+        drafted, _ = mtp_forward(model.weights.mtp, model.config, cache, batch, model.ids(ids[1:]), hidden[:-1])
         return logits(model.weights, hidden), mtp_logits(model.weights.mtp, drafted)
 
 

@@ -109,6 +109,11 @@ def scatter_index_pages(
     flat.index_copy_(0, ids, blocks)
 
 
+def index_tokens(pages: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """uint8 [n, 8448] -> the tokens' codes and scales, uint8 [seq_len, 132], without what lies behind them."""
+    return torch.cat([part.flatten(0, 1)[:seq_len] for part in _index_parts(pages)], dim=1)
+
+
 def tile_index_pages(pages: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 8448] with linear codes -> the same pages with tiled codes (protocol.md 8.3). Scales stay."""
     tiled = pages.clone()

@@ -16,7 +16,8 @@ class Batch:
 
     absorbed: decode's form of attention; otherwise prefill's. keep_rows: KV rows and index keys of these positions are
     in the cache already and stay as they are (they came over the wire); the tokens are only run for their hidden
-    states. kernels: what the peer's fused kernels do (numerics.py).
+    states. chosen: what each query attends to where that is known beforehand, so that no indexer runs. kernels: what
+    the peer's fused kernels do (numerics.py).
     """
 
     first: int
@@ -25,6 +26,7 @@ class Batch:
     absorbed: bool
     kernels: Kernels
     keep_rows: bool = False
+    chosen: Seen | None = None
 
     @property
     def end(self) -> int:
@@ -37,3 +39,7 @@ class Batch:
     def causal(self) -> Seen:
         """Dense attention: each query sees every token up to itself."""
         return [slice(0, length) for length in self.lengths()]
+
+    def seen(self) -> Seen:
+        """What each query attends to before any indexer chooses for it."""
+        return self.causal() if self.chosen is None else self.chosen

@@ -7,7 +7,8 @@ Blocks are addressed through a block table with vLLM's arithmetic:
 slot = block_table[position // block_size] * block_size + position % block_size.
 
 A sparse model has a second pool beside the rows: the indexer's keys, in vLLM's bytes. A block holds the codes of all
-its tokens, then their scales: with 64 tokens 8,192 + 256 bytes, which is a page of the wire (case K2).
+its tokens, then their scales: with 64 tokens 8,192 + 256 bytes, which is a page of the wire (case K2). Layers that
+share a lower layer's indexer have no keys, as in vLLM; the wire carries copies of that layer's pages for them.
 """
 
 import torch
@@ -34,9 +35,9 @@ class KVCache:
 
     scale_rule: rows are fp8_ds_mla, and this rule quantises those that the engine writes; None for rows in `dtype`.
 
-    index: uint8 [layers, num_blocks, block_size * 132]; None for a dense model. index_dtype says what a code is: e4m3,
-    vLLM's, or float32, which leaves index keys and queries unrounded (512 + 4 bytes a token, all scales 1) for
-    comparison with implementations that have no fp8 in the indexer.
+    index: uint8 [layers that have an indexer, num_blocks, block_size * 132]; None for a dense model. index_dtype says
+    what a code is: e4m3, vLLM's, or float32, which leaves index keys and queries unrounded (512 + 4 bytes a token, all
+    scales 1) for comparison with implementations that have no fp8 in the indexer.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class KVCache:
         self.block_size, self.index_dtype, self.scale_rule = block_size, index_dtype, scale_rule
         self.rows = torch.zeros(num_layers, blocks, block_size, width, dtype=dtype, device=device)
         self.block_table = torch.arange(blocks, device=device)
-        self.index = None
-        if config.index_topk is not None:
+        self.index, self.index_layers = None, [layer for layer in range(num_layers) if config.has_indexer(layer)]
+        if self.index_layers:
             block_bytes = block_size * (self._code_bytes + SCALE_BYTES)
-            self.index = torch.zeros(num_layers, blocks, block_bytes, dtype=torch.uint8, device=device)
+            shape = len(self.index_layers), blocks, block_bytes
+            self.index = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +136,13 @@ class KVCache:
 
         As in vLLM the last two dimensions are one run of bytes, not tokens: codes first, then scales.
         """
-        return self.index[layer].unflatten(1, (self.block_size, -1))
+        return self._pool(layer).unflatten(1, (self.block_size, -1))
+
+    def _pool(self, layer: int) -> torch.Tensor:
+        """Index keys of a layer, uint8 [num_blocks, block_size * 132]."""
+        if layer not in self.index_layers:
+            raise ValueError(f"layer {layer} has no index keys, legal: layers with an indexer, {self.index_layers}")
+        return self.index[self.index_layers.index(layer)]
 
     def _flat(self, layer: int) -> torch.Tensor:
         return self.rows[layer].view(-1, self.rows.shape[-1])
@@ -150,7 +158,7 @@ class KVCache:
     def _index_parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views: code bytes [num_blocks, block_size, 128 * itemsize] and scale bytes [num_blocks, block_size, 4]."""
         split = self.block_size * self._code_bytes
-        codes, scales = self.index[layer][:, :split], self.index[layer][:, split:]
+        codes, scales = self._pool(layer).tensor_split([split], dim=1)
         return codes.unflatten(1, (self.block_size, -1)), scales.unflatten(1, (self.block_size, -1))
 
 

@@ -53,11 +53,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0, None),
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
-    "moe_router_dtype": (None,),
     "llama_4_scaling": (None,),
-    "index_topk_freq": (1, None),
-    "index_skip_topk_offset": (2, None),
-    "index_topk_pattern": (None,),
 }
 
 # quantization_config: the keys and values of block fp8.
@@ -126,6 +122,9 @@ class ModelConfig:
     index_n_heads: int | None
     index_head_dim: int | None
     indexer_rope_interleave: bool
+    # Per main layer: "full" has an indexer, "shared" attends to what the nearest lower full layer has chosen
+    indexer_types: tuple[str, ...] | None
+    index_share_for_mtp_iteration: bool  # drafts after the first attend to what the first has chosen
     # Block-fp8 weights: matrices with a scale NAME_scale_inv are e4m3 codes, the others are bf16
     block_fp8: bool
 
@@ -147,6 +146,15 @@ class ModelConfig:
 
     def is_moe(self, layer: int) -> bool:
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace
+
+    def indexer_of(self, layer: int) -> int:
+        """The layer whose indexer chooses for this layer of a sparse model: its own (MTP always), or a lower one's."""
+        while layer < self.num_hidden_layers and self.indexer_types[layer] == "shared":
+            layer -= 1
+        return layer
+
+    def has_indexer(self, layer: int) -> bool:
+        return self.index_topk is not None and self.indexer_of(layer) == layer
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -231,10 +239,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[
         **_rope(keys),
         intermediate_size=keys.integer("intermediate_size", at_least=1),
         **_experts(keys, layers),
-        index_topk=keys.integer("index_topk", None, at_least=1),
-        index_n_heads=keys.integer("index_n_heads", None, at_least=1),
-        index_head_dim=keys.integer("index_head_dim", None, at_least=1),
-        indexer_rope_interleave=keys.flag("indexer_rope_interleave", False),
+        **_indexer(keys, layers),
         block_fp8=_block_fp8(keys),
     )
     if (qk := keys.integer("qk_head_dim", config.qk_head_dim)) != config.qk_head_dim:
@@ -297,6 +302,7 @@ def _experts(keys: _Keys, layers: int) -> dict[str, Any]:
     method = str(keys.get("topk_method", defaults["topk_method"]))
     ungrouped = 1 if method == "greedy" or not experts else _REQUIRED
     needed = _REQUIRED if experts else 0
+    _check_router_dtype(keys)
     return {
         "moe_intermediate_size": keys.integer("moe_intermediate_size", needed),
         "first_k_dense_replace": _dense_layers(keys, layers) if experts else layers,
@@ -312,6 +318,52 @@ def _experts(keys: _Keys, layers: int) -> dict[str, Any]:
         "norm_topk_prob": keys.flag("norm_topk_prob", *(() if experts else (False,))),
         "routed_scaling_factor": keys.number("routed_scaling_factor", *(() if experts else (1.0,))),
     }
+
+
+def _check_router_dtype(keys: _Keys) -> None:
+    """moe_router_dtype: the GLM models route in fp32 whether their config says so or not, the others never do."""
+    legal = (None, "float32") if _architecture(keys).startswith("Glm") else (None,)
+    if (dtype := keys.get("moe_router_dtype", None)) not in legal:
+        raise ConfigError(f"{keys.where}: moe_router_dtype = {dtype!r}, implemented: {list(legal)}")
+
+
+def _indexer(keys: _Keys, layers: int) -> dict[str, Any]:
+    topk = keys.integer("index_topk", None, at_least=1)
+    return {
+        "index_topk": topk,
+        "index_n_heads": keys.integer("index_n_heads", None, at_least=1),
+        "index_head_dim": keys.integer("index_head_dim", None, at_least=1),
+        "indexer_rope_interleave": keys.flag("indexer_rope_interleave", False),
+        "indexer_types": None if topk is None else _indexer_types(keys, layers),
+        "index_share_for_mtp_iteration": topk is not None and keys.flag("index_share_for_mtp_iteration", False),
+    }
+
+
+def _indexer_types(keys: _Keys, layers: int) -> tuple[str, ...]:
+    """Which layers have an indexer (IndexCache, arXiv 2603.12201), from the three spellings that there are.
+
+    vLLM reads index_topk_pattern, else index_topk_freq and index_skip_topk_offset; transformers reads indexer_types
+    first. A file that says it both ways must say the same.
+    """
+    frequency = keys.integer("index_topk_freq", 1, at_least=1)
+    offset = keys.integer("index_skip_topk_offset", 2)
+    pattern, listed = keys.get("index_topk_pattern", None), keys.get("indexer_types", None)
+    schedule = tuple("shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(layers))
+    if pattern is not None:
+        if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - set("FS"):
+            raise ConfigError(f"{keys.where}: index_topk_pattern = {pattern!r}, legal: {layers} letters F or S")
+        schedule = tuple({"F": "full", "S": "shared"}[letter] for letter in pattern)
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) != layers or set(map(str, listed)) - {"full", "shared"}:
+            raise ConfigError(f"{keys.where}: indexer_types = {listed!r}, legal: {layers} times 'full' or 'shared'")
+        vllms = pattern is not None or keys.get("index_topk_freq", None) is not None
+        if vllms and schedule != tuple(listed):
+            said = "index_topk_pattern or index_topk_freq and index_skip_topk_offset"
+            raise ConfigError(f"{keys.where}: indexer_types = {listed} contradicts {said}: {list(schedule)}")
+        schedule = tuple(listed)
+    if schedule[0] != "full":
+        raise ConfigError(f"{keys.where}: layer 0 shares an indexer and there is none below it; legal: layer 0 is full")
+    return schedule
 
 
 def _dense_layers(keys: _Keys, layers: int) -> int:

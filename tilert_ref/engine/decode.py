@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tilert_ref.engine.api import FinishReason, Token
-from tilert_ref.engine.batch import Batch
+from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
@@ -31,9 +31,11 @@ class Model:
     rope: torch.Tensor
     kernels: Kernels
 
-    def batch(self, first: int, tokens: int, *, absorbed: bool = True, keep_rows: bool = False) -> Batch:
+    def batch(
+        self, first: int, tokens: int, *, absorbed: bool = True, keep_rows: bool = False, chosen: Seen | None = None
+    ) -> Batch:
         positions = torch.arange(first, first + tokens, device=self.rope.device)
-        return Batch(first, positions, self.rope[positions], absorbed, self.kernels, keep_rows)
+        return Batch(first, positions, self.rope[positions], absorbed, self.kernels, keep_rows, chosen)
 
     def ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self.rope.device)
@@ -98,12 +100,16 @@ def draft(
     First the slots first .. first+n-1 get their rows from the main model's hidden states [n, D] (keep_rows: they came
     over the wire), then the module runs on its own output, one slot further each time. Those later rows are
     provisional: the next call overwrites them with rows from true hidden states.
+
+    With index_share_for_mtp_iteration the later drafts attend to what the first draft's query has chosen, which is
+    nothing behind it, and leave no index keys (vLLM v1/spec_decode/llm_base_proposer.py, set_skip_topk).
     """
-    mtp, drafts, slot = _mtp(model), list[int](), first
+    mtp, drafts, slot, chosen = _mtp(model), list[int](), first, None
     tokens = list(next_ids)
     for _ in range(num_drafts):
-        batch = model.batch(slot, len(tokens), keep_rows=keep_rows)
-        hidden = mtp_forward(mtp, model.config, cache, batch, model.ids(tokens), hidden)[-1:]
+        batch = model.batch(slot, len(tokens), keep_rows=keep_rows, chosen=chosen)
+        hidden, seen = mtp_forward(mtp, model.config, cache, batch, model.ids(tokens), hidden)
+        hidden, chosen = hidden[-1:], seen[-1:] if model.config.index_share_for_mtp_iteration else None
         drafts.append(int(mtp_logits(mtp, hidden)[0].argmax()))
         slot, tokens, keep_rows = slot + len(tokens), drafts[-1:], False
     return drafts

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tilert_ref.engine.config import parse_config
+
 Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
 
@@ -140,6 +142,30 @@ _VARIANTS: dict[str, Config] = {
         "rope_interleave": True,
         "rope_theta": _WITHOUT,
         "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    },
+    # GLM-5.2: GLM-5 with index sharing (published: every 4 layers from the third on, 78 layers) and another rope base.
+    "glm52": _GLM
+    | _INDEXER
+    | {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 6,
+        "head_dim": 192,
+        "index_n_heads": 32,
+        "index_share_for_mtp_iteration": True,
+        "index_skip_topk_offset": 2,
+        "index_topk_freq": 3,
+        "index_topk_pattern": None,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+        "max_position_embeddings": 1048576,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        "moe_router_dtype": "float32",
+        "pretraining_tp": 1,
+        "qk_head_dim": 256,
+        "rope_interleave": True,
+        "rope_theta": _WITHOUT,
+        "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
     },
     # DeepSeek-V2-Lite: no query compression, softmax scoring, no correction bias, no MTP layer.
     "dsv2": {
@@ -274,7 +300,7 @@ def _layer(draw: _Draw, config: Mapping[str, Any], index: int) -> None:
     draw.norm("input_layernorm", hidden)
     draw.norm("post_attention_layernorm", hidden)
     _attention(draw.sub("self_attn."), config)
-    if config.get("index_topk"):
+    if config.get("index_topk") and parse_config(config).has_indexer(index):
         _indexer(draw.sub("self_attn.indexer."), config)
     if index < config["first_k_dense_replace"]:
         _mlp(draw.sub("mlp."), hidden, config["intermediate_size"])

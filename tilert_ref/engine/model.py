@@ -37,11 +37,13 @@ def add_rms_norm(
 
 
 def attention(
-    w: AttentionWeights, config: ModelConfig, cache: KVCache, layer: int, batch: Batch, x: torch.Tensor
-) -> torch.Tensor:
-    """Multi-head latent attention (DeepSeek-V2 paper, eq. 9 to 19), [T, D] -> [T, D].
+    w: AttentionWeights, config: ModelConfig, cache: KVCache, layer: int, batch: Batch, x: torch.Tensor, seen: Seen
+) -> tuple[torch.Tensor, Seen]:
+    """Multi-head latent attention (DeepSeek-V2 paper, eq. 9 to 19), [T, D] -> [T, D], and what the queries attended to.
 
     With an indexer each query attends to the index_topk tokens that it chooses (DSA: DeepSeek-V3.2 report, eq. 2).
+    Without one it attends to `seen`, what the layer below did: every token in a dense model, the choice of the nearest
+    lower indexer where layers share one (IndexCache, arXiv 2603.12201).
     """
     c, tokens = config, x.shape[0]
     c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
@@ -55,14 +57,13 @@ def attention(
         cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
     rows = cache.read(layer, batch.end)  # [S, L + rope]
 
-    if batch.absorbed or w.indexer is not None:
-        seen = batch.causal()
-        if w.indexer is not None:
-            seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
+    if w.indexer is not None and batch.chosen is None:
+        seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
+    if batch.absorbed or c.index_topk is not None:
         out = _absorbed(w, c, batch, seen, q_nope, q_rope, rows)
     else:
         out = _plain(w, c, batch, q_nope, q_rope, rows)
-    return linear(out.flatten(1), w.o)
+    return linear(out.flatten(1), w.o), seen
 
 
 def _absorbed(
@@ -76,7 +77,7 @@ def _absorbed(
 ) -> torch.Tensor:
     q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
     if batch.absorbed:
-        kernels = batch.kernels if w.indexer is None else SPARSE_ATTENTION
+        kernels = batch.kernels if c.index_topk is None else SPARSE_ATTENTION
         attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernels)  # [T, H, L]
     else:
         attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
@@ -100,20 +101,21 @@ def decoder_layer(
     batch: Batch,
     x: torch.Tensor,
     residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(branch output, residual stream) -> (branch output, residual stream), both [T, D]."""
+    seen: Seen,
+) -> tuple[torch.Tensor, torch.Tensor, Seen]:
+    """(branch output, residual stream, positions attended to) -> the same after this layer; the streams are [T, D]."""
     x, residual = add_rms_norm(x, residual, w.input_norm, config.rms_norm_eps)
-    x = attention(w.attention, config, cache, layer, batch, x)
+    x, seen = attention(w.attention, config, cache, layer, batch, x, seen)
     x, residual = add_rms_norm(x, residual, w.post_attention_norm, config.rms_norm_eps)
     x = mlp(w.mlp, x) if isinstance(w.mlp, MlpWeights) else moe(w.mlp, config, x, batch.kernels)
-    return x, residual
+    return x, residual, seen
 
 
 def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
     """Token ids [T] -> hidden states after the final norm [T, D]; writes the tokens' KV rows and index keys."""
-    x, residual = F.embedding(token_ids, w.embed), None
+    x, residual, seen = F.embedding(token_ids, w.embed), None, batch.seen()
     for index, layer in enumerate(w.layers):
-        x, residual = decoder_layer(layer, config, cache, index, batch, x, residual)
+        x, residual, seen = decoder_layer(layer, config, cache, index, batch, x, residual, seen)
     hidden, _ = add_rms_norm(x, residual, w.norm, config.rms_norm_eps)
     return hidden
 
@@ -125,8 +127,10 @@ def logits(w: Weights, hidden: torch.Tensor) -> torch.Tensor:
 
 def mtp_forward(
     w: MtpWeights, config: ModelConfig, cache: KVCache, batch: Batch, next_ids: torch.Tensor, hidden: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Seen]:
     """One multi-token prediction pass (DeepSeek-V3 paper, eq. 21 to 23), [T, D] -> [T, D] after shared_head.norm.
+
+    And what its queries attended to: its own indexer's choice or batch.chosen, never what a main layer has chosen.
 
     Slot i combines the hidden state of position i with the token at i+1 and predicts the token at i+2. The result is
     both the draft head's input and the hidden state of the next draft: vLLM recycles it after the norm
@@ -137,8 +141,9 @@ def mtp_forward(
         (rms_norm(embedded, w.enorm, config.rms_norm_eps), rms_norm(hidden, w.hnorm, config.rms_norm_eps)), -1
     )
     layer = config.num_hidden_layers  # the MTP layer's rows follow the main layers' in the cache
-    x, residual = decoder_layer(w.layer, config, cache, layer, batch, F.linear(pair, w.eh_proj), None)
-    return rms_norm(residual + x, w.norm, config.rms_norm_eps)
+    x = F.linear(pair, w.eh_proj)
+    x, residual, seen = decoder_layer(w.layer, config, cache, layer, batch, x, None, batch.seen())
+    return rms_norm(residual + x, w.norm, config.rms_norm_eps), seen
 
 
 def mtp_logits(w: MtpWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_PAGE_BYTES, RowFormat, bf16_row, page_count, row_format
+from tilert_ref.connector.planes import index_tokens
 from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
 from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
@@ -37,11 +38,14 @@ class RefEngine:
         return self.cache.facts | {"kernel_rounding": kernels.rounding.value, "sum_order": kernels.order.value}
 
     def inject(self, kv: PromptKV) -> None:
-        """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model."""
+        """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model.
+
+        Of layers that share an indexer the pages are copies (protocol.md 8.5): they are compared and not stored.
+        """
         self._check(kv)
         for layer, planes in enumerate(kv.layers):
             self.cache.inject(layer, planes.latent, planes.rope)
-            if planes.index_pages is not None:
+            if self.model.config.has_indexer(layer):
                 self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
 
@@ -103,6 +107,7 @@ class RefEngine:
             if planes.index_pages is not None:
                 pages = page_count(kv.seq_len)
                 _check_plane(f"layer {index} index_pages", planes.index_pages, torch.uint8, pages, INDEX_PAGE_BYTES)
+                _check_shared(kv, index, c.indexer_of(index))
         if self.cache.scale_rule is not None:
             codes, scales = (FP8_DS_MLA[n].view(kv.layers[0].latent) for n in ("latent", "latent_scale"))
             check_scale_rule(codes, scales, self.cache.scale_rule)  # one layer: a sender has one rule
@@ -126,6 +131,18 @@ def _check_rows(name: str, planes: LayerKV, row: RowFormat, dtype: torch.dtype, 
         )
     _check_plane(f"{name} latent", planes.latent, dtype, tokens, row.kv_bytes if fp8 else row["latent"].count)
     _check_plane(f"{name} rope", planes.rope, torch.bfloat16 if fp8 else dtype, tokens, row["rope"].count)
+
+
+def _check_shared(kv: PromptKV, layer: int, source: int) -> None:
+    """Raises ValueError if a layer's index keys differ from those of the layer whose indexer it shares.
+
+    A sender that gives it keys of its own has a model with other indexers in mind.
+    """
+    pages = (kv.layers[i].index_pages for i in (layer, source))
+    if layer != source and not torch.equal(*(index_tokens(p, kv.seq_len) for p in pages)):
+        raise ValueError(
+            f"layer {layer}: index keys differ from layer {source}'s, whose indexer it shares; legal: a copy of them"
+        )
 
 
 def _check_plane(name: str, plane: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:

@@ -41,7 +41,7 @@ class AttentionWeights:
     w_uk: torch.Tensor  # [H, nope, L]: absorbs into the query
     w_uv: torch.Tensor  # [H, L, v]: expands the attended latent; stored as [H, v, L], the order vLLM's product reads
     o: Matrix  # [D, H * v]
-    indexer: IndexerWeights | None  # None: attends densely
+    indexer: IndexerWeights | None  # None: attends densely, or to what a lower layer has chosen
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Loader:
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.checkpoint.where}: {text}")
 
-    def attention(self, p: str) -> AttentionWeights:
+    def attention(self, p: str, has_indexer: bool) -> AttentionWeights:
         c = self.config
         heads, latent, d = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
         kv_b = self.linear(f"{p}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
@@ -148,7 +148,7 @@ class _Loader:
             w_uk=w_uk.contiguous() if c.index_topk is None else _inner_last(w_uk),
             w_uv=w_uv.contiguous().transpose(1, 2),
             o=self.linear(f"{p}o_proj.weight", d, heads * c.v_head_dim),
-            indexer=None if c.index_topk is None else self.indexer(f"{p}indexer."),
+            indexer=self.indexer(f"{p}indexer.") if has_indexer else None,
         )
 
     def indexer(self, p: str) -> IndexerWeights:
@@ -212,7 +212,7 @@ class _Loader:
         p, c = f"model.layers.{index}.", self.config
         return LayerWeights(
             input_norm=self.take(f"{p}input_layernorm.weight", c.hidden_size),
-            attention=self.attention(f"{p}self_attn."),
+            attention=self.attention(f"{p}self_attn.", c.has_indexer(index)),
             post_attention_norm=self.take(f"{p}post_attention_layernorm.weight", c.hidden_size),
             mlp=self.moe(f"{p}mlp.") if c.is_moe(index) else self.mlp(f"{p}mlp.", c.intermediate_size),
         )
