@@ -12,7 +12,7 @@ from vllm_cpu_sparse.attention import Request, SparseBackend, SparseMetadata
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 KEY_FLOOR, QUERY_FLOOR = 1e-4, 1e-10
 SCALE_BYTES = 4
-QUERIES = 64  # scored together, to bound the products of all heads in memory: 12 MB with 32 heads over 1,500 tokens
+QUERIES = 16  # scored together: the products of 32 heads with 1,500 tokens are 3 MB
 
 
 def power_of_two_codes(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,8 +99,8 @@ def scores(
     """
     position = torch.arange(request.first, request.length)[:, None]
     for queries, heads, at in zip(q.split(QUERIES), weights.split(QUERIES), position.split(QUERIES), strict=True):
-        products = torch.einsum("thd,sd->ths", queries.float(), codes).relu_()
-        logits = torch.einsum("ths,th->ts", products, heads) * scales
+        products = (queries.float() @ codes.T).relu_()  # [t, Hi, S]
+        logits = (heads[:, None] @ products)[:, 0] * scales
         yield logits.masked_fill_(torch.arange(len(codes)) > at, float("-inf"))
 
 
