@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PLAIN_PROMPTS = (0, 4, 6, 2, 1, 11)  # recite, add, sort, copy, recall, recall: 14, 234, 329, 376, 450, 1,506 tokens
 PLAIN_TOKENS = 48
 DRAFTED_PROMPTS = (2, 1)
-DRAFTED_TOKENS = 48
+DRAFTED_TOKENS = 32
 DRAFTS = 2
 CODE_BYTES, SCALE_BYTES = 128, 4
 # Waiting nodes cost nothing over zmq; over NIXL each keeps a thread busy, which the two vLLMs need.
