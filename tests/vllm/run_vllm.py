@@ -83,6 +83,19 @@ def layer_of(name: str) -> int:
     return int(name.split("layers.")[1].split(".")[0])
 
 
+def remember_caches() -> dict[str, torch.Tensor]:
+    """Is filled with vLLM's caches by layer name when the plugin gets them."""
+    caches: dict[str, torch.Tensor] = {}
+    register = TileRTConnector.register_kv_caches
+
+    def remember(connector: TileRTConnector, kv_caches: dict[str, torch.Tensor]) -> None:
+        caches.update(kv_caches)
+        register(connector, kv_caches)
+
+    TileRTConnector.register_kv_caches = remember
+    return caches
+
+
 def plugin() -> TileRTConnector:
     """The worker's instance, alone or inside MultiConnector."""
     group = get_kv_transfer_group()
@@ -104,14 +117,7 @@ def facts() -> dict[str, Any]:
 
 def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
-    caches: dict[str, torch.Tensor] = {}
-    register = TileRTConnector.register_kv_caches
-
-    def remember(connector: TileRTConnector, kv_caches: dict[str, torch.Tensor]) -> None:
-        caches.update(kv_caches)
-        register(connector, kv_caches)
-
-    TileRTConnector.register_kv_caches = remember
+    caches = remember_caches()
     spy = Spy()
     spy.install()
     llm = LLM(

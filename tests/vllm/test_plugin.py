@@ -3,36 +3,23 @@
 One start of vLLM per scenario. Prompts are synthetic token ids of the tiny checkpoint.
 """
 
-import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from serving import CHILD, MTP, Node, Run
 
-from tilert_ref.connector.layout import BF16, BufferLayout, model_profile, plane_views
-from tilert_ref.connector.receiver import ReceiveServer
-from tilert_ref.connector.transport import make_transport
+from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
 from tilert_ref.engine.make_tiny import make_tiny
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).parent
-START_TIMEOUT_S = 500  # 40 s on an idle machine
-HANDOFF_TIMEOUT_S = 60
 MAX_SEQ_LEN = 640
 MAIN_LAYERS = 3
-MODULE = "tilert_ref.connector.prefill_connector"
-CHILD = {"kv_connector": "TileRTConnector", "kv_connector_module_path": MODULE, "kv_role": "kv_producer"}
 SECOND_CHILD = {"kv_connector": "SecondChild", "kv_connector_module_path": "second_child", "kv_role": "kv_producer"}
-MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -47,35 +34,6 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, 250, (length,), generator=generator).tolist()
 
 
-@dataclass
-class Node:
-    """One decode node: a receive server over NIXL in this process."""
-
-    layout: BufferLayout
-    buffer: torch.Tensor = field(init=False)
-    server: ReceiveServer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.buffer = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
-        transport = make_transport("nixl", "127.0.0.1")
-        self.server = ReceiveServer(self.layout, self.buffer, transport, "127.0.0.1", 0)
-        self.server.start()
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {"tilert_host": "127.0.0.1", "tilert_ctrl_port": self.server.port}
-
-    def receive(self, rid: str) -> tuple[int, int, dict[int, torch.Tensor]]:
-        """(seq_len, last prompt token, rows per layer) of a request; releases the node."""
-        record = self.server.wait(rid, HANDOFF_TIMEOUT_S, threading.Event())
-        rows = {}
-        for layer in range(self.layout.profile.num_layers):
-            kv, pe, _ = plane_views(self.layout, self.buffer, layer, record.seq_len)
-            rows[layer] = torch.cat([kv, pe], dim=1)
-        self.server.release(rid)
-        return record.seq_len, record.last_prompt_token, rows
-
-
 @contextmanager
 def nodes(count: int, mtp: bool) -> Iterator[list[Node]]:
     layout = BufferLayout(model_profile(MAIN_LAYERS + mtp, mtp, False), BF16, MAX_SEQ_LEN)
@@ -87,49 +45,8 @@ def nodes(count: int, mtp: bool) -> Iterator[list[Node]]:
             node.server.close()
 
 
-class Run:
-    """vLLM in a subprocess; `rows` and `facts` once it has run its batches."""
-
-    def __init__(self, tmp_path: Path, engine: dict[str, Any], batches: list[list[dict[str, Any]]]) -> None:
-        self._out = tmp_path / "out.pt"
-        plan = tmp_path / "plan.json"
-        plan.write_text(json.dumps({"engine": {"max_model_len": MAX_SEQ_LEN} | engine, "batches": batches}))
-        self._log = (tmp_path / "vllm.log").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_vllm.py"), str(plan), str(self._out)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
-        )
-
-    def results(self) -> dict[str, Any]:
-        """Waits for the batches. The process goes on, and with it its background senders."""
-        watchdog = threading.Timer(START_TIMEOUT_S, self._process.kill)
-        watchdog.start()
-        try:
-            lines = iter(self._process.stdout.readline, "")
-            if not any(line.startswith("saved") for line in lines):
-                raise AssertionError(f"vLLM failed:\n{self.log()[-4000:]}")
-        finally:
-            watchdog.cancel()
-        return torch.load(self._out)
-
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._process.communicate("\n", timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+def start(tmp_path: Path, engine: dict[str, Any], batches: list[list[dict[str, Any]]]) -> Run:
+    return Run(tmp_path, "run_vllm.py", {"engine": {"max_model_len": MAX_SEQ_LEN} | engine, "batches": batches})
 
 
 def request(length: int, seed: int, node: Node | None = None) -> dict[str, Any]:
@@ -143,13 +60,13 @@ def saved_rows(results: dict[str, Any], index: int) -> dict[int, torch.Tensor]:
 
 
 def assert_handed_off(results: dict[str, Any], index: int, sent: dict[str, Any], node: Node) -> None:
-    seq_len, last_token, received = node.receive(str(index))
-    assert (seq_len, last_token) == (len(sent["prompt"]), sent["prompt"][-1])
+    received = node.receive(str(index))
+    assert (received.seq_len, received.last_prompt_token) == (len(sent["prompt"]), sent["prompt"][-1])
     expected = saved_rows(results, index)
-    assert received.keys() == expected.keys()
+    assert sorted(expected) == list(range(len(received.layers)))
     for layer, rows in expected.items():
         assert rows.any()
-        assert torch.equal(received[layer], rows), f"layer {layer} of request {index}"
+        assert torch.equal(received.rows(layer), rows), f"layer {layer} of request {index}"
 
 
 def test_alone_unmarked_requests_leave_no_trace_and_marked_ones_arrive(checkpoint: Path, tmp_path: Path) -> None:
@@ -157,7 +74,7 @@ def test_alone_unmarked_requests_leave_no_trace_and_marked_ones_arrive(checkpoin
         unmarked = [request(length, length) for length in (5, 70, 200)]
         mixed = [request(1, 11, a), request(33, 12), request(200, 13, b), request(64, 14), request(500, 15, c)]
         engine = {"model": str(checkpoint), "kv_transfer_config": CHILD}
-        with Run(tmp_path, engine, [unmarked, mixed]) as run:
+        with start(tmp_path, engine, [unmarked, mixed]) as run:
             results = run.results()
             started, after_unmarked, after_marked = results["facts"]
             nothing = {"threads": [], "staging_bytes": 0, "transport": False, "nixl_imported": False}
@@ -181,7 +98,7 @@ def test_with_mtp_inside_multi_connector(checkpoint: Path, tmp_path: Path) -> No
                 "kv_connector_extra_config": {"connectors": [CHILD, SECOND_CHILD]},
             },
         }
-        with Run(tmp_path, engine, [first, second]) as run:
+        with start(tmp_path, engine, [first, second]) as run:
             results = run.results()
             assert_handed_off(results, 0, first[0], a)
             assert_handed_off(results, 2, first[2], b)
@@ -206,7 +123,7 @@ def test_chunked_prefill_and_prefix_cache_hits(checkpoint: Path, tmp_path: Path)
             "enable_chunked_prefill": True,
             "enable_prefix_caching": True,
         }
-        with Run(tmp_path, engine, [[long], [again]]) as run:
+        with start(tmp_path, engine, [[long], [again]]) as run:
             results = run.results()
             assert results["chunked"]
             assert_handed_off(results, 0, long, a)
