@@ -231,7 +231,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(directory: Path, rule: ActivationScale = UE8M0) -> Weights:
-    return load_weights(load_config(directory), directory, with_mtp=True, fp8=rule)
+    return load_weights(load_config(directory), directory, with_mtp=True, kernels=Kernels(fp8=rule))
 
 
 def stored(directory: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,15 @@ from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, INDEX_QUERY_FLOOR, qu
 from tilert_ref.engine.batch import Batch
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig, load_config
-from tilert_ref.engine.indexer import index_keys, index_scores, index_weights, lightning_index, top_positions
-from tilert_ref.engine.numerics import Kernels
+from tilert_ref.engine.indexer import (
+    index_keys,
+    index_scores,
+    index_scores_apart,
+    index_weights,
+    lightning_index,
+    top_positions,
+)
+from tilert_ref.engine.numerics import Kernels, SumOrder
 from tilert_ref.engine.rope import rope_table
 from tilert_ref.engine.weights import IndexerWeights
 
@@ -135,7 +143,8 @@ def test_scores_equal_the_equation_in_double_precision(apart: bool) -> None:
     q, q_scale = quantize_index(torch.randn(3, 5, 128, generator=generator) * 3, INDEX_QUERY_FLOOR)
     k, k_scale = quantize_index(torch.randn(40, 128, generator=generator), INDEX_KEY_FLOOR)
     w = torch.randn(3, 5, generator=generator)
-    scores = index_scores(q.float(), w * q_scale, k.float(), k_scale, [38, 39, 40], apart=apart)
+    score = partial(index_scores_apart, order=SumOrder.TORCH) if apart else index_scores
+    scores = score(q.float(), w * q_scale, k.float(), k_scale, [38, 39, 40])
     true_q, true_k = q.double() * q_scale[..., None], k.double() * k_scale[:, None]
     for t, length in enumerate([38, 39, 40]):
         for s in range(40):

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from tilert_ref.engine import vllm_avx2
-from tilert_ref.engine.attention import GATHERED_VALUES, attend_absorbed, attend_chosen, attend_plain
+from tilert_ref.engine.attention import (
+    GATHERED_VALUES,
+    DecodeKernel,
+    attend_absorbed,
+    attend_chosen,
+    attend_plain,
+    decode_kernel,
+)
 from tilert_ref.engine.config import YarnScaling, parse_config
 from tilert_ref.engine.make_tiny import tiny_config
 from tilert_ref.engine.moe import route
@@ -13,6 +20,10 @@ from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_
 from tilert_ref.engine.rope import apply_rope, inverse_frequencies
 
 BF16 = torch.bfloat16
+
+
+def dense(kernels: Kernels) -> DecodeKernel:
+    return decode_kernel(kernels, sparse=False, fp8_rows=False)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +149,11 @@ def test_absorbed_attention_of_a_row_ignores_its_neighbours(order: SumOrder) -> 
     draw = torch.Generator().manual_seed(1)
     q_latent, q_rope = torch.randn(4, 4, 512, generator=draw).to(BF16), torch.randn(4, 4, 64, generator=draw).to(BF16)
     kernels = Kernels(order=order)
-    together = attend_absorbed(q_latent, q_rope, rows.to(BF16), up_to(67, 68, 69, 70), 0.07, kernels)
+    kernel = dense(kernels)
+    together = attend_absorbed(q_latent, q_rope, rows.to(BF16), up_to(67, 68, 69, 70), 0.07, kernel)
     for t in range(4):
         one = slice(t, t + 1)
-        alone = attend_absorbed(q_latent[one], q_rope[one], rows[: 67 + t].to(BF16), up_to(67 + t), 0.07, kernels)
+        alone = attend_absorbed(q_latent[one], q_rope[one], rows[: 67 + t].to(BF16), up_to(67 + t), 0.07, kernel)
         assert alone[0].equal(together[t])
 
 
@@ -155,7 +167,7 @@ def test_plain_and_absorbed_are_the_same_sum() -> None:
     v = torch.einsum("hlv,sl->shv", w_uv, rows[:, :512])
     plain = attend_plain(torch.cat((q_nope, q_rope), -1), k_nope, rows[:, 512:], v, tokens - 3, 0.1)
     q_latent = torch.einsum("thp,hpl->thl", q_nope, w_uk)
-    latent = attend_absorbed(q_latent, q_rope, rows, up_to(tokens - 2, tokens - 1, tokens), 0.1, Kernels())
+    latent = attend_absorbed(q_latent, q_rope, rows, up_to(tokens - 2, tokens - 1, tokens), 0.1, dense(Kernels()))
     torch.testing.assert_close(torch.einsum("thl,hlv->thv", latent, w_uv), plain, rtol=1e-4, atol=1e-4)
 
 
@@ -169,7 +181,7 @@ def test_chosen_rows_of_a_prompt_are_the_sum_of_decode_over_these_rows() -> None
     assert len(chosen) > GATHERED_VALUES // (500 * 576)
     seen = [*up_to(499, 500), *chosen]
     out = attend_chosen(q_latent, q_rope, rows, seen, 0.05)
-    torch.testing.assert_close(out, attend_absorbed(q_latent, q_rope, rows, seen, 0.05, Kernels()))
+    torch.testing.assert_close(out, attend_absorbed(q_latent, q_rope, rows, seen, 0.05, dense(Kernels())))
     for t, positions in enumerate(chosen, start=2):
         probs = torch.softmax(q[t].double() @ rows[positions].double().T * 0.05, dim=-1)
         torch.testing.assert_close(out[t].double(), probs @ rows[positions, :512].double(), rtol=1e-4, atol=1e-4)

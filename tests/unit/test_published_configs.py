@@ -29,6 +29,7 @@ from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.checkpoint import CheckpointError, StrictTensors
 from tilert_ref.engine.config import ModelConfig, load_config, parse_config
 from tilert_ref.engine.linear import Fp8Matrix
+from tilert_ref.engine.numerics import Kernels
 from tilert_ref.engine.weights import MlpWeights, MoeWeights, Weights, take_weights
 
 Table = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -120,7 +121,7 @@ def meta(table: Table) -> StrictTensors:
 
 
 def build(config: ModelConfig, table: Table, rule: ActivationScale = ActivationScale.UE8M0) -> Weights:
-    return take_weights(config, meta(table), with_mtp=True, device="meta", fp8=rule)
+    return take_weights(config, meta(table), with_mtp=True, device="meta", kernels=Kernels(fp8=rule))
 
 
 def shallow(c: dict[str, Any], layers: int = 4) -> dict[str, Any]:

@@ -51,10 +51,16 @@ class ScaleRead(Enum):
 
 def tile_scales(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     """fp32 scales for fp32 magnitudes, any shape."""
-    ratio = amax.float() / E4M3_MAX
+    ratio = over_448(amax.float())
     if rule is ScaleRule.PLAIN:
         return ratio.clamp_min(_FLT_MIN)
     return next_power_of_two(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))
+
+
+def over_448(x: torch.Tensor) -> torch.Tensor:
+    """x / 448 on every device: on CUDA torch multiplies by 1 / 448 where the divisor is a number, not a tensor, which
+    misses the last bit of one scale in seven."""
+    return x / torch.full_like(x, E4M3_MAX)
 
 
 def next_power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +85,7 @@ def quantize_index(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.T
         codes e4m3 [..., 128] and scales fp32 [...].
     """
     x = x.float()
-    scales = next_power_of_two(x.abs().amax(dim=-1).clamp_min(floor) / E4M3_MAX)
+    scales = next_power_of_two(over_448(x.abs().amax(dim=-1).clamp_min(floor)))
     return (x / scales[..., None]).to(torch.float8_e4m3fn), scales
 
 

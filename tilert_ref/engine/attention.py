@@ -12,22 +12,48 @@ absorbed form by the rule of the peer's decode kernel, whose order of summation 
 Sparse attention (DSA) is the absorbed form over the rows that the indexer has chosen, for prompts too (indexer.py).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from tilert_ref.engine import vllm_avx2
+from tilert_ref.engine import vllm_avx2, vllm_hopper
 from tilert_ref.engine.batch import Seen
-from tilert_ref.engine.numerics import SPARSE_ATTENTION, Kernels, SumOrder, round_kernel
+from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
 
+NEAREST = KernelRounding.NEAREST
 GATHERED_VALUES = 2**20  # row values that a group of sparse queries gathers at a time: 4 MB in fp32
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+"""(query [H, W] fp32, rows [n, W] fp32, width V of values, softmax scale) -> [H, V] fp32."""
+
+
+@dataclass(frozen=True)
+class DecodeKernel:
+    """How one query attends to rows, and how the result becomes bf16."""
+
+    attend: Attend
+    rounding: KernelRounding
+
+
+def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
+    """softmax(q k^T) v in fp32, in torch's order. [H, W], [n, W] -> [H, V]."""
+    probs = torch.softmax(query @ rows.T * scale, dim=-1)  # [H, n]
+    return probs @ rows[:, :value_width]
+
+
+def decode_kernel(kernels: Kernels, *, sparse: bool, fp8_rows: bool) -> DecodeKernel:
+    """The peer's kernel, where its arithmetic is known: dense on a CPU with AVX2, sparse on Hopper."""
+    if kernels.order is SumOrder.VLLM_AVX2 and not sparse:
+        return DecodeKernel(vllm_avx2.attend, kernels.rounding)
+    if kernels.order is SumOrder.VLLM_HOPPER and sparse:
+        return DecodeKernel(vllm_hopper.attend_fp8_rows if fp8_rows else vllm_hopper.attend_bf16_rows, NEAREST)
+    return DecodeKernel(attend, NEAREST if sparse else kernels.rounding)
+
+
 def attend_absorbed(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    rows: torch.Tensor,
-    seen: Seen,
-    scale: float,
-    kernels: Kernels,
+    q_latent: torch.Tensor, q_rope: torch.Tensor, rows: torch.Tensor, seen: Seen, scale: float, kernel: DecodeKernel
 ) -> torch.Tensor:
     """q_latent [T, H, L], q_rope [T, H, R], rows [S, L + R]; query t sees rows[seen[t]]. -> [T, H, L].
 
@@ -35,17 +61,12 @@ def attend_absorbed(
     (MTP is lossless only then), and a batched matmul may sum in another order.
     """
     query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
-    keys = rows.float()  # [S, L + R]
-    width = q_latent.shape[-1]
+    keys, width = rows.float(), q_latent.shape[-1]
     attended = []
     for q, chosen in zip(query, seen, strict=True):
         k = keys[chosen] if isinstance(chosen, slice) else keys.index_select(0, chosen)  # [n, L + R]
-        if kernels.order is SumOrder.VLLM_AVX2:
-            attended.append(vllm_avx2.attend(q, k, width, scale))
-        else:
-            probs = torch.softmax(q @ k.T * scale, dim=-1)  # [H, n]
-            attended.append(probs @ k[:, :width])  # [H, L]
-    return round_kernel(torch.stack(attended), q_latent.dtype, kernels.rounding)
+        attended.append(kernel.attend(q, k, width, scale))  # [H, L]
+    return round_kernel(torch.stack(attended), q_latent.dtype, kernel.rounding)
 
 
 def attend_chosen(
@@ -61,7 +82,7 @@ def attend_chosen(
     width, out = q_latent.shape[-1], torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     if whole:
         q = q_latent[:whole], q_rope[:whole]
-        out[:whole] = attend_absorbed(*q, rows, seen[:whole], scale, SPARSE_ATTENTION)
+        out[:whole] = attend_absorbed(*q, rows, seen[:whole], scale, DecodeKernel(attend, NEAREST))
     if whole < len(seen):
         size = max(1, GATHERED_VALUES // (len(seen[-1]) * rows.shape[-1]))  # G
         for start in range(whole, len(seen), size):

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.connector.rounding import E4M3_MAX, next_power_of_two
+from tilert_ref.connector.rounding import E4M3_MAX, next_power_of_two, over_448
 
 BLOCK = 128
 
@@ -71,7 +71,7 @@ class ActivationScale(Enum):
 
 def block_scales(amax: torch.Tensor, rule: BlockScale) -> torch.Tensor:
     """fp32 scales for the magnitudes of blocks, any shape. NaN and infinity stay visible."""
-    ratio = amax.float().clamp_min(WEIGHT_FLOOR) / E4M3_MAX
+    ratio = over_448(amax.float().clamp_min(WEIGHT_FLOOR))
     return next_power_of_two(ratio) if rule is BlockScale.UE8M0 else ratio
 
 
@@ -131,7 +131,7 @@ def quantize_activations(x: torch.Tensor, rule: ActivationScale) -> tuple[torch.
     if rule is ActivationScale.FLASHINFER and len(x) < FEW_ROWS:
         factors = torch.where(amax == 0, 1.0, E4M3_MAX / amax)
         return (groups * factors[..., None]).to(torch.float8_e4m3fn), 1.0 / factors
-    scales = amax.clamp_min(ACTIVATION_FLOOR) / E4M3_MAX
+    scales = over_448(amax.clamp_min(ACTIVATION_FLOOR))
     if rule is not ActivationScale.PLAIN:
         scales = next_power_of_two(scales.clamp_min(ACTIVATION_FLOOR))
     # No quotient exceeds 448 by more than a rounding error, which the cast takes back.

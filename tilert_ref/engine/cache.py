@@ -102,9 +102,9 @@ class KVCache:
         rows = self.read_rows(layer, length)
         return rows if self.scale_rule is None else torch.cat(dequantize_fp8_ds_mla(rows, SCALE_READ), dim=-1)
 
-    def read_rows(self, layer: int, length: int) -> torch.Tensor:
-        """Rows of positions 0 .. length-1 as they are stored, [length, L + R] or uint8 [length, 656]."""
-        positions = torch.arange(length, device=self.rows.device)
+    def read_rows(self, layer: int, end: int, first: int = 0) -> torch.Tensor:
+        """Rows of positions first .. end-1 as they are stored, [n, L + R] or uint8 [n, 656]."""
+        positions = torch.arange(first, end, device=self.rows.device)
         return self._flat(layer)[self.slots(positions)]
 
     def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
@@ -112,6 +112,16 @@ class KVCache:
         positions = torch.arange(len(latent), device=self.rows.device)
         rows = torch.cat((latent, rope.view(latent.dtype)), dim=-1)
         self._flat(layer)[self.slots(positions)] = rows.to(self.rows.device)
+
+    def overwrite(self, layer: int, position: int, row: torch.Tensor, index_key: torch.Tensor | None) -> None:
+        """Puts stored bytes, uint8 [row bytes] and [132], in the place of what the engine wrote at a position."""
+        at = torch.tensor([position], device=self.rows.device)
+        self._flat(layer)[self.slots(at)] = row.to(self.rows.device).view(self.rows.dtype)
+        if index_key is not None:
+            for part, values in zip(
+                self._index_parts(layer), index_key.split([self._code_bytes, SCALE_BYTES]), strict=True
+            ):
+                part[self._blocks(at)] = values.to(self.rows.device)
 
     def write_index(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
         """Rounds and stores index keys [T, 128] of the given positions."""
@@ -125,6 +135,11 @@ class KVCache:
         at = self._blocks(torch.arange(length, device=self.rows.device))
         codes, scales = (part[at] for part in self._index_parts(layer))
         return codes.view(self.index_dtype).float(), scales.view(torch.float32)[:, 0]
+
+    def index_bytes(self, layer: int, end: int, first: int = 0) -> torch.Tensor:
+        """Index keys of positions first .. end-1 as they are stored, uint8 [n, code + scale bytes]."""
+        at = self._blocks(torch.arange(first, end, device=self.rows.device))
+        return torch.cat([part[at] for part in self._index_parts(layer)], dim=1)
 
     def inject_index(self, layer: int, pages: torch.Tensor, length: int) -> None:
         """Stores the first `length` tokens of wire pages uint8 [ceil(length / 64), 8448] as they came."""

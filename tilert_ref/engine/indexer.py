@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from tilert_ref.connector.rounding import INDEX_QUERY_FLOOR
+from tilert_ref.engine import vllm_hopper
 from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache, round_index
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.linear import linear
+from tilert_ref.engine.numerics import Pointwise, SumOrder
 from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import IndexerWeights
 
@@ -47,28 +49,35 @@ def lightning_index(
         return seen
 
     x, c_q, cos_sin = (t[len(seen) :] for t in (x, c_q, batch.cos_sin))
-    q, q_scale = round_index(index_queries(w, config, cos_sin, c_q), cache.index_dtype, INDEX_QUERY_FLOOR)
+    q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
+    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
     weights = index_weights(w, config, x, q_scale)  # [T, Hi]
     k, k_scale = cache.read_index(layer, batch.end)  # [S, d], [S]
     lengths = batch.lengths()[len(seen) :]
+    order = batch.kernels.order if cache.index_dtype is torch.float8_e4m3fn else SumOrder.TORCH
     for start in range(0, len(x), QUERIES):
         part = slice(start, start + QUERIES)
-        scores = index_scores(q[part].float(), weights[part], k, k_scale, lengths[part], apart=batch.absorbed)
+        if batch.absorbed:
+            scores = index_scores_apart(q[part].float(), weights[part], k, k_scale, lengths[part], order)
+        else:
+            scores = index_scores(q[part].float(), weights[part], k, k_scale, lengths[part])
         seen += top_positions(scores, config.index_topk).unbind()
     return seen
 
 
-def index_queries(w: IndexerWeights, config: ModelConfig, cos_sin: torch.Tensor, c_q: torch.Tensor) -> torch.Tensor:
+def index_queries(
+    w: IndexerWeights, config: ModelConfig, cos_sin: torch.Tensor, c_q: torch.Tensor, rule: Pointwise
+) -> torch.Tensor:
     """c_q [T, q_lora_rank] -> q [T, Hi, d]."""
     q = linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)  # [T, Hi, d]
-    return _rotate(config, cos_sin, q)
+    return _rotate(config, cos_sin, q, rule)
 
 
 def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """x [T, D] -> k [T, d]. LayerNorm with a bias, in fp32, rounded once."""
     k = linear(x, w.wk).float()  # [T, d]
     k = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
-    return _rotate(config, batch.cos_sin, k)
+    return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
 
 
 def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
@@ -78,15 +87,11 @@ def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_sca
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, lengths: list[int], *, apart: bool
+    q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
-    """Eq. 1: q [T, Hi, d], weights [T, Hi], k [S, d], k_scale [S] -> I [T, S] fp32, -inf from lengths[t] on.
-
-    apart: queries are taken one by one, as in attention.attend_absorbed and for the same reason: in decode the choice
-    of a query must not depend on how many others are fed beside it. Otherwise in groups, which is faster.
-    """
+    """Eq. 1: q [T, Hi, d], weights [T, Hi], k [S, d], k_scale [S] -> I [T, S] fp32, -inf from lengths[t] on."""
     heads, tokens = q.shape[1], lengths[-1]
-    size = 1 if apart else max(1, HEAD_SCORES // (heads * tokens))  # G
+    size = max(1, HEAD_SCORES // (heads * tokens))  # G
     scores = torch.full((len(q), tokens), float("-inf"), device=q.device)
     for start in range(0, len(q), size):
         q_g, w_g, seen = q[start : start + size], weights[start : start + size], lengths[start : start + size]
@@ -96,6 +101,29 @@ def index_scores(
         for row, values, length in zip(scores[start:], sums, seen, strict=False):
             row[:length] = values[:length]
     return scores
+
+
+def index_scores_apart(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    lengths: list[int],
+    order: SumOrder,
+) -> torch.Tensor:
+    """index_scores of decode: queries are taken one by one, as in attention.attend_absorbed and for the same reason:
+    the choice of a query must not depend on how many others are fed beside it. order: of the products of codes."""
+    scores = torch.full((len(q), lengths[-1]), float("-inf"), device=q.device)
+    for row, q_t, w_t, length in zip(scores, q, weights, lengths, strict=True):
+        dots = _dots(q_t, k[:length], order)  # [Hi, length]
+        row[:length] = w_t @ dots.relu_() * k_scale[:length]
+    return scores
+
+
+def _dots(q: torch.Tensor, k: torch.Tensor, order: SumOrder) -> torch.Tensor:
+    if order is SumOrder.VLLM_HOPPER:
+        return vllm_hopper.fp8_dot(vllm_hopper.operand(q), vllm_hopper.operand(k))
+    return q @ k.T
 
 
 def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -114,7 +142,7 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     return chosen.nonzero()[:, 1].view(len(scores), count)  # row after row, ascending within each
 
 
-def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor, rule: Pointwise) -> torch.Tensor:
     """RoPE on the first qk_rope_head_dim values of x [T, ..., d]. The pairing is the indexer's own (case K3)."""
     rope, rest = x[..., : config.qk_rope_head_dim], x[..., config.qk_rope_head_dim :]
-    return torch.cat((apply_rope(rope, cos_sin, interleaved=config.indexer_rope_interleave), rest), dim=-1)
+    return torch.cat((apply_rope(rope, cos_sin, rule, interleaved=config.indexer_rope_interleave), rest), dim=-1)

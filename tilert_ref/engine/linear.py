@@ -1,27 +1,46 @@
 """One product for both kinds of weight: y = x W^T with W in bf16, or in block fp8 as vLLM multiplies it on CUDA."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
+from tilert_ref.engine import vllm_hopper
 from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
+from tilert_ref.engine.numerics import SumOrder
+
+DOT_TOKENS = 32
+"""Products of more tokens, so of prompts, are summed exactly: the tensor core's sums cost thirty times as much here."""
 
 
 @dataclass(frozen=True)
 class Fp8Matrix:
     """A block-fp8 matrix or a stack of them, and the rule for the activations that it is multiplied with.
 
-    The rule stands here because the loader knows it: the matrices of DeepGEMM's linear layers are stored recast.
+    The rule stands here because the loader knows it: the matrices of DeepGEMM's linear layers are stored recast. order:
+    how the products within a block are summed.
     """
 
     codes: torch.Tensor  # [..., out, in] e4m3
     scales: torch.Tensor  # [..., ceil(out / 128), in / 128] fp32
     rule: ActivationScale
+    order: SumOrder = SumOrder.TORCH
 
     def __getitem__(self, index: int) -> "Fp8Matrix":
         """One matrix of a stack."""
-        return Fp8Matrix(self.codes[index], self.scales[index], self.rule)
+        return self._each[index]
+
+    @cached_property
+    def _each(self) -> list["Fp8Matrix"]:
+        return [
+            replace(self, codes=codes, scales=scales) for codes, scales in zip(self.codes, self.scales, strict=True)
+        ]
+
+    @cached_property
+    def operand(self) -> vllm_hopper.Operand:
+        """The codes of one matrix as Hopper's dot product takes them."""
+        return vllm_hopper.operand(self.codes)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """code * scale in fp32, rounded to dtype, [out, in]."""
@@ -36,20 +55,32 @@ def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     return fp8_product(x, w).to(x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
 
 
+def product(x: torch.Tensor, w: Matrix) -> torch.Tensor:
+    """linear without the rounding at the end, [T, out] fp32."""
+    return fp8_product(x, w) if isinstance(w, Fp8Matrix) else F.linear(x.float(), w.float())
+
+
 def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
     """sum over blocks b of K: (a_b . w_b) * a_scale_b * w_scale_b, fp32 [T, out], a the quantised x [T, K].
 
     DeepGEMM, sm90_fp8_gemm_1d2d.cuh, and vLLM's fused_moe_kernel: a product per block of 128, scaled, added up in fp32.
-    The dot products of codes are exact here (float64 holds every sum of 128 of them) and rounded to fp32, so a token's
-    result doesn't depend on how many others stand beside it. Tensor cores keep fewer bits within a block.
+    Within a block the sum is either Hopper's (vllm_hopper.py) or exact (float64 holds every sum of 128 products), then
+    rounded to fp32; a token's result doesn't depend on how many others stand beside it.
     """
     a, a_scales = quantize_activations(x, w.rule)  # [T, B, 128], [T, B]
     out = x.new_zeros(len(x), w.codes.shape[0], dtype=torch.float32)
     w_scales = w.scales.repeat_interleave(BLOCK, dim=0)[: out.shape[1]]  # [out, B]
-    for b, codes in enumerate(w.codes.split(BLOCK, dim=1)):
-        dots = (a[:, b].double() @ codes.double().T).float()  # [T, out]
-        out += dots * a_scales[:, b, None] * w_scales[:, b]
+    for b in range(a.shape[1]):
+        out += fp8_dots(a[:, b], w, b) * a_scales[:, b, None] * w_scales[:, b]
     return out
+
+
+def fp8_dots(a: torch.Tensor, w: Fp8Matrix, block: int) -> torch.Tensor:
+    """Codes a [T, 128] times the codes of one block of w's columns, [T, out] fp32."""
+    if w.order is SumOrder.VLLM_HOPPER and len(a) <= DOT_TOKENS:
+        return vllm_hopper.fp8_dot(vllm_hopper.operand(a), w.operand.rows(block * BLOCK, BLOCK))
+    columns = w.codes[:, block * BLOCK : (block + 1) * BLOCK]
+    return (a.double() @ columns.double().T).float()
 
 
 def concat_rows(parts: list[Matrix]) -> Matrix:
@@ -65,7 +96,7 @@ def concat_rows(parts: list[Matrix]) -> Matrix:
         raise ValueError("some are fp8 and some are not; legal: all or none")
     if any(part.codes.shape[0] % BLOCK for part in fp8[:-1]):
         raise ValueError(f"rows {[part.codes.shape[0] for part in fp8]}, legal: multiples of {BLOCK} but for the last")
-    return Fp8Matrix(torch.cat([p.codes for p in fp8]), torch.cat([p.scales for p in fp8]), fp8[0].rule)
+    return replace(fp8[0], codes=torch.cat([p.codes for p in fp8]), scales=torch.cat([p.scales for p in fp8]))
 
 
 def stack(parts: list[Matrix]) -> Matrix:
@@ -75,4 +106,4 @@ def stack(parts: list[Matrix]) -> Matrix:
         return torch.stack(parts)
     if len(fp8) < len(parts):
         raise ValueError("some are fp8 and some are not; legal: all or none")
-    return Fp8Matrix(torch.stack([p.codes for p in fp8]), torch.stack([p.scales for p in fp8]), fp8[0].rule)
+    return replace(fp8[0], codes=torch.stack([p.codes for p in fp8]), scales=torch.stack([p.scales for p in fp8]))

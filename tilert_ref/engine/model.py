@@ -1,39 +1,40 @@
 """The forward pass of the MLA family, one line per equation.
 
 T tokens, D hidden, H heads, L = kv_lora_rank, S cached tokens. The residual stream is carried beside the branch output
-and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does: the norm sees the unrounded sum, the stream
-keeps the rounded one.
+and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does. Where norms round is a rule (numerics.py).
 """
 
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine.attention import attend_absorbed, attend_chosen, attend_plain
+from tilert_ref.engine.attention import DecodeKernel, attend_absorbed, attend_chosen, attend_plain, decode_kernel
 from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.indexer import lightning_index
 from tilert_ref.engine.linear import linear
 from tilert_ref.engine.moe import mlp, moe
-from tilert_ref.engine.numerics import SPARSE_ATTENTION
+from tilert_ref.engine.numerics import Pointwise
 from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights, MtpWeights, Weights
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * x / sqrt(mean(x^2) + eps): fp32 inside, rounded to the weight's dtype before the product."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: Pointwise) -> torch.Tensor:
+    """w * x / sqrt(mean(x^2) + eps): fp32 inside; NATIVE rounds to the weight's dtype before the product."""
     x = x.float()
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x.to(weight.dtype) * weight if rule is Pointwise.NATIVE else (x * weight.float()).to(weight.dtype)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rule: Pointwise
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual); without a residual the stream starts at x."""
     if residual is None:
-        return rms_norm(x, weight, eps), x
+        return rms_norm(x, weight, eps, rule), x
     total = x.float() + residual.float()
-    return rms_norm(total, weight, eps), total.to(x.dtype)
+    stream = total.to(x.dtype)
+    return rms_norm(total if rule is Pointwise.NATIVE else stream, weight, eps, rule), stream
 
 
 def attention(
@@ -45,22 +46,23 @@ def attention(
     Without one it attends to `seen`, what the layer below did: every token in a dense model, the choice of the nearest
     lower indexer where layers share one (IndexCache, arXiv 2603.12201).
     """
-    c, tokens = config, x.shape[0]
-    c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps)  # [T, q_lora_rank]
+    c, tokens, rule = config, x.shape[0], batch.kernels.pointwise
+    c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps, rule)  # [T, q_lora_rank]
     q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
     q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-    q_rope = apply_rope(q_rope, batch.cos_sin)  # [T, H, rope]
+    q_rope = apply_rope(q_rope, batch.cos_sin, rule)  # [T, H, rope]
 
     if not batch.keep_rows:
         c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps)  # [T, L]
-        cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin))
+        c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps, rule)  # [T, L]
+        cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin, rule))
     rows = cache.read(layer, batch.end)  # [S, L + rope]
 
     if w.indexer is not None and batch.chosen is None:
         seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
     if batch.absorbed or c.index_topk is not None:
-        out = _absorbed(w, c, batch, seen, q_nope, q_rope, rows)
+        kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
+        out = _absorbed(w, c, batch, seen, kernel, q_nope, q_rope, rows)
     else:
         out = _plain(w, c, batch, q_nope, q_rope, rows)
     return linear(out.flatten(1), w.o), seen
@@ -71,14 +73,14 @@ def _absorbed(
     c: ModelConfig,
     batch: Batch,
     seen: Seen,
+    kernel: DecodeKernel,
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
     q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
     if batch.absorbed:
-        kernels = batch.kernels if c.index_topk is None else SPARSE_ATTENTION
-        attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernels)  # [T, H, L]
+        attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)  # [T, H, L]
     else:
         attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
     return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
@@ -104,9 +106,10 @@ def decoder_layer(
     seen: Seen,
 ) -> tuple[torch.Tensor, torch.Tensor, Seen]:
     """(branch output, residual stream, positions attended to) -> the same after this layer; the streams are [T, D]."""
-    x, residual = add_rms_norm(x, residual, w.input_norm, config.rms_norm_eps)
+    eps, rule = config.rms_norm_eps, batch.kernels.pointwise
+    x, residual = add_rms_norm(x, residual, w.input_norm, eps, rule)
     x, seen = attention(w.attention, config, cache, layer, batch, x, seen)
-    x, residual = add_rms_norm(x, residual, w.post_attention_norm, config.rms_norm_eps)
+    x, residual = add_rms_norm(x, residual, w.post_attention_norm, eps, rule)
     x = mlp(w.mlp, x) if isinstance(w.mlp, MlpWeights) else moe(w.mlp, config, x, batch.kernels)
     return x, residual, seen
 
@@ -116,7 +119,7 @@ def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token
     x, residual, seen = F.embedding(token_ids, w.embed), None, batch.seen()
     for index, layer in enumerate(w.layers):
         x, residual, seen = decoder_layer(layer, config, cache, index, batch, x, residual, seen)
-    hidden, _ = add_rms_norm(x, residual, w.norm, config.rms_norm_eps)
+    hidden, _ = add_rms_norm(x, residual, w.norm, config.rms_norm_eps, batch.kernels.pointwise)
     return hidden
 
 
@@ -136,14 +139,13 @@ def mtp_forward(
     both the draft head's input and the hidden state of the next draft: vLLM recycles it after the norm
     (deepseek_mtp.py, DeepSeekMultiTokenPredictorLayer). The embedding at position 0 is masked, also vLLM's rule.
     """
+    eps, rule = config.rms_norm_eps, batch.kernels.pointwise
     embedded = torch.where(batch.positions[:, None] == 0, 0, F.embedding(next_ids, w.embed))  # [T, D]
-    pair = torch.cat(
-        (rms_norm(embedded, w.enorm, config.rms_norm_eps), rms_norm(hidden, w.hnorm, config.rms_norm_eps)), -1
-    )
+    pair = torch.cat((rms_norm(embedded, w.enorm, eps, rule), rms_norm(hidden, w.hnorm, eps, rule)), -1)  # [T, 2 D]
     layer = config.num_hidden_layers  # the MTP layer's rows follow the main layers' in the cache
     x = F.linear(pair, w.eh_proj)
     x, residual, seen = decoder_layer(w.layer, config, cache, layer, batch, x, None, batch.seen())
-    return rms_norm(residual + x, w.norm, config.rms_norm_eps), seen
+    return rms_norm(residual + x, w.norm, eps, rule), seen
 
 
 def mtp_logits(w: MtpWeights, hidden: torch.Tensor) -> torch.Tensor:

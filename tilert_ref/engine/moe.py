@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tilert_ref.engine import vllm_avx2
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, fp8_product, linear
+from tilert_ref.engine.linear import Fp8Matrix, Matrix, linear, product
 from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
@@ -67,26 +67,26 @@ def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     """Sum over the chosen experts of weight * SwiGLU_e(x), [T, D].
 
     fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts, one rounding at the end: the
-    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec"). Block-fp8 experts: see experts_fp8.
+    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec"). Those of its CUDA kernels: experts_cuda.
     """
-    if isinstance(w.gate_up, Fp8Matrix):
-        return experts_fp8(w.gate_up, w.down, x, weights, ids)
-    product = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
+    if isinstance(w.gate_up, Fp8Matrix) or kernels.order is SumOrder.VLLM_HOPPER:
+        return experts_cuda(w.gate_up, w.down, x, weights, ids)
+    multiply = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = product(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
+        gate, up = multiply(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
         # silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too
         inner = round_kernel(gate * gate.sigmoid() * up, x.dtype, kernels.rounding).float()
-        expert_out = product(inner, w.down[expert].float())  # [n, D]
+        expert_out = multiply(inner, w.down[expert].float())  # [n, D]
         out.index_add_(0, token, expert_out * weights[token, slot, None])
     return round_kernel(out, x.dtype, kernels.rounding)
 
 
-def experts_fp8(
-    gate_up: Fp8Matrix, down: Fp8Matrix, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+def experts_cuda(
+    gate_up: Matrix, down: Matrix, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """The same sum over block-fp8 experts, [T, D], with the rounding points of vLLM's Triton kernels on CUDA.
+    """The same sum with the rounding points of vLLM's Triton kernels on CUDA, [T, D].
 
     gate_up is rounded, so is silu(gate) before its product with up; the routing weight multiplies the second product
     in fp32, before its one rounding; the rounded outputs of a token are added in fp32 and rounded (experts/
@@ -96,6 +96,6 @@ def experts_fp8(
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         gate, up = linear(x[token], gate_up[expert]).chunk(2, dim=-1)  # [n, I]
-        expert_out = fp8_product(F.silu(gate) * up, down[expert])  # [n, D] fp32
+        expert_out = product(F.silu(gate) * up, down[expert])  # [n, D] fp32
         outputs[token, slot] = (expert_out * weights[token, slot, None]).to(x.dtype)
     return outputs.float().sum(dim=1).to(x.dtype)

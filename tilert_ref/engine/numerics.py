@@ -28,10 +28,19 @@ class KernelRounding(Enum):
 
 
 class SumOrder(Enum):
-    """In which order MLA decode and the expert matrices are summed."""
+    """In which order, and with how many bits, the long sums of vLLM's own kernels are taken."""
 
     TORCH = "torch"  # whatever the matmul of this device does
-    VLLM_AVX2 = "vllm_avx2"  # vLLM's AVX2 kernels, see vllm_avx2.py
+    VLLM_AVX2 = "vllm_avx2"  # dense MLA decode and the expert matrices on a CPU, see vllm_avx2.py
+    VLLM_HOPPER = "vllm_hopper"  # fp8 products, sparse attention and index scores on an H200, see vllm_hopper.py
+
+
+class Pointwise(Enum):
+    """Where norms and rotary embeddings are rounded to bf16."""
+
+    NATIVE = "native"  # vLLM's torch code, which its CPU build runs: x * w and each product of RoPE rounded; the norm
+    # after a residual sees the unrounded sum
+    FUSED = "fused"  # its CUDA kernels: fp32 inside, rounded once at the end; the norm sees the rounded sum
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,15 @@ class Kernels:
 
     rounding: KernelRounding = KernelRounding.NEAREST
     order: SumOrder = SumOrder.TORCH
+    pointwise: Pointwise = Pointwise.NATIVE
     fp8: ActivationScale = ActivationScale.UE8M0
 
 
-SPARSE_ATTENTION = Kernels()
-"""One rule on every device: vLLM has no sparse attention kernel for CPUs whose order could be taken."""
+TORCH = Kernels()
+"""Plain torch, rounded to nearest."""
+
+HOPPER = Kernels(order=SumOrder.VLLM_HOPPER, pointwise=Pointwise.FUSED)
+"""vLLM 0.26.0 on an H200 (eager, without FlashInfer's block-fp8 products)."""
 
 
 def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> torch.Tensor:
@@ -59,9 +72,14 @@ def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> t
 
 
 def vllm_kernels(device: str) -> Kernels:
-    """The kernels that vLLM would use on `device` of this machine (its CPU build is chosen by instruction set)."""
+    """The kernels that vLLM would use on `device` of this machine (its CPU build is chosen by instruction set).
+
+    Of GPUs only Hopper is known; others are taken to round like it.
+    """
+    if device != "cpu":
+        return HOPPER
     flags = _cpu_flags()
-    if device != "cpu" or "avx512_bf16" in flags:
+    if "avx512_bf16" in flags:
         return Kernels()
     if "avx512f" in flags:
         return Kernels(KernelRounding.TRUNCATE)

@@ -13,8 +13,8 @@ from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.model import logits
-from tilert_ref.engine.numerics import vllm_kernels
-from tilert_ref.engine.rope import rope_table
+from tilert_ref.engine.numerics import Kernels, vllm_kernels
+from tilert_ref.engine.rope import rope_table, table_dtype
 from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights
 
@@ -35,7 +35,11 @@ class RefEngine:
     def facts(self) -> dict[str, str]:
         """What a record of this engine's output has to say about how it was made."""
         kernels = self.model.kernels
-        return self.cache.facts | {"kernel_rounding": kernels.rounding.value, "sum_order": kernels.order.value}
+        return self.cache.facts | {
+            "kernel_rounding": kernels.rounding.value,
+            "sum_order": kernels.order.value,
+            "pointwise": kernels.pointwise.value,
+        }
 
     def inject(self, kv: PromptKV) -> None:
         """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model.
@@ -159,24 +163,26 @@ def load_engine(
     block_size: int = 64,
     kv_cache_dtype: str = "bf16",
     kv_scale_rule: ScaleRule | str = ScaleRule.POWER_OF_TWO,
+    kernels: Kernels | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
     """Builds the engine from a Hugging Face checkpoint directory.
 
     kv_cache_dtype: bf16, or fp8 for fp8_ds_mla rows of a sparse model, and their other names (layout.row_format).
     kv_scale_rule: how fp8_ds_mla rows are quantised: the rule of the vLLM whose rows are injected.
+    kernels: whose arithmetic is followed; None: that of the vLLM that would run on this device (numerics.py).
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
     scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
-    kernels = vllm_kernels(device)
-    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, fp8=kernels.fp8, progress=progress)
+    kernels = kernels or vllm_kernels(device)
+    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, kernels=kernels, progress=progress)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
-    rope = rope_table(config, room, torch.bfloat16).to(device)
+    rope = rope_table(config, room, table_dtype(config, kernels.pointwise)).to(device)
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     return RefEngine(Model(config, weights, rope, kernels), cache, num_mtp, max_seq_len)

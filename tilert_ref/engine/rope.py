@@ -5,6 +5,7 @@ import math
 import torch
 
 from tilert_ref.engine.config import ModelConfig, YarnScaling, yarn_mscale
+from tilert_ref.engine.numerics import Pointwise
 
 
 def inverse_frequencies(dim: int, theta: float, yarn: YarnScaling | None) -> torch.Tensor:
@@ -29,12 +30,15 @@ def _ramp_bounds(dim: int, theta: float, yarn: YarnScaling) -> tuple[float, floa
     return low, high if high != low else high + 0.001
 
 
-def rope_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> torch.Tensor:
-    """cos and sin side by side, [positions, 2, qk_rope_head_dim / 2].
+def table_dtype(config: ModelConfig, rule: Pointwise) -> torch.dtype:
+    """vLLM keeps its table in the model's dtype, but in fp32 for YaRN on CUDA, where FlashInfer's kernel reads it
+    (rotary_embedding/base.py, cos_sin_cache; deepseek_scaling_rope.py)."""
+    return torch.float32 if rule is Pointwise.FUSED and config.rope_scaling is not None else torch.bfloat16
 
-    Angles are computed in fp32 and stored in the model's dtype: vLLM keeps its table so and KV bytes depend on it
-    (rotary_embedding/base.py, cos_sin_cache).
-    """
+
+def rope_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> torch.Tensor:
+    """cos and sin side by side, [positions, 2, qk_rope_head_dim / 2]: angles in fp32, stored in `dtype`, on which KV
+    bytes depend."""
     yarn = config.rope_scaling
     inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, yarn)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
@@ -44,15 +48,19 @@ def rope_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> torch
     return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=1).to(dtype)
 
 
-def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = True) -> torch.Tensor:
+def apply_rope(
+    x: torch.Tensor, cos_sin: torch.Tensor, rule: Pointwise = Pointwise.NATIVE, *, interleaved: bool = True
+) -> torch.Tensor:
     """Rotates pairs of x [T, ..., d] by cos_sin [T, 2, d/2], in x's dtype.
 
     interleaved: pairs (x0,x1), (x2,x3), ...: MLA's q_pe and k_pe in every model of the family (is_neox_style=False in
-    vLLM) and GLM-5's indexer. Otherwise half-split pairs (x0,xd/2), ...: DeepSeek-V3.2's indexer. Case K3. Each product
-    is rounded to x's dtype before the sum, as vLLM's native path does.
+    vLLM) and GLM-5's indexer. Otherwise half-split pairs (x0,xd/2), ...: DeepSeek-V3.2's indexer. Case K3.
     """
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (x.shape[-1] // 2,)
     cos, sin = cos_sin[:, 0].view(shape), cos_sin[:, 1].view(shape)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    if rule is Pointwise.FUSED:
+        a, b, cos, sin = (t.float() for t in (a, b, cos, sin))
     rotated = a * cos - b * sin, b * cos + a * sin
-    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return out.to(x.dtype) if rule is Pointwise.FUSED else out

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, recast_ue8m0
+from tilert_ref.engine.block_fp8 import BLOCK, recast_ue8m0
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress, StrictTensors
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.linear import Fp8Matrix, Matrix, concat_rows, stack
+from tilert_ref.engine.numerics import TORCH, Kernels
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,10 @@ def _inner_last(w: torch.Tensor) -> torch.Tensor:
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, checkpoint: StrictTensors, device: str, dtype: torch.dtype, rule: ActivationScale
+        self, config: ModelConfig, checkpoint: StrictTensors, device: str, dtype: torch.dtype, kernels: Kernels
     ):
-        self.config, self.checkpoint, self.device, self.dtype, self.rule = config, checkpoint, device, dtype, rule
+        self.config, self.checkpoint, self.device, self.dtype = config, checkpoint, device, dtype
+        self.rule, self.order = kernels.fp8, kernels.order
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.checkpoint.take(name, shape, dtype or self.dtype).to(self.device)
@@ -114,7 +116,7 @@ class _Loader:
         w = self.stored(name, *shape)
         if not isinstance(w, Fp8Matrix) or not self.rule.recasts_weights:
             return w
-        return Fp8Matrix(*recast_ue8m0(w.codes, w.scales), w.rule)
+        return Fp8Matrix(*recast_ue8m0(w.codes, w.scales), w.rule, w.order)
 
     def stored(self, name: str, rows: int, columns: int) -> Matrix:
         """A matrix [out, in] as it is stored: bf16, or fp8 with its scales if the model is quantised and has them."""
@@ -126,7 +128,7 @@ class _Loader:
             raise self.error(f"weight {name} is fp8 [{rows}, {columns}], legal: multiples of 64 and {BLOCK}")
         codes = self.take(name, rows, columns, dtype=torch.float8_e4m3fn)
         scales = self.take(scale, -(-rows // BLOCK), columns // BLOCK, dtype=torch.float32)
-        return Fp8Matrix(codes, scales, self.rule)
+        return Fp8Matrix(codes, scales, self.rule, self.order)
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.checkpoint.where}: {text}")
@@ -248,12 +250,12 @@ def load_weights(
     with_mtp: bool,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    fp8: ActivationScale = ActivationScale.UE8M0,
+    kernels: Kernels = TORCH,
     progress: Progress = lambda line: None,
 ) -> Weights:
     """Reads the whole checkpoint directory. Raises CheckpointError on a missing, leftover or misshapen tensor."""
     with Checkpoint(model_dir, progress) as checkpoint:
-        return take_weights(config, checkpoint, with_mtp=with_mtp, device=device, dtype=dtype, fp8=fp8)
+        return take_weights(config, checkpoint, with_mtp=with_mtp, device=device, dtype=dtype, kernels=kernels)
 
 
 def take_weights(
@@ -263,10 +265,10 @@ def take_weights(
     with_mtp: bool,
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    fp8: ActivationScale = ActivationScale.UE8M0,
+    kernels: Kernels = TORCH,
 ) -> Weights:
-    """The model's weights from named tensors; every one must have its place. fp8: numerics.Kernels.fp8."""
-    load = _Loader(config, tensors, device, dtype, fp8)
+    """The model's weights from named tensors; every one must have its place. kernels: who multiplies fp8 matrices."""
+    load = _Loader(config, tensors, device, dtype, kernels)
     embed = load.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     tied = config.tie_word_embeddings and "lm_head.weight" not in tensors
     head = embed if tied else load.take("lm_head.weight", config.vocab_size, config.hidden_size)
