@@ -98,3 +98,26 @@ def _add(rng: random.Random, number: int) -> tuple[list[Task], Task]:
 
 def _sort(rng: random.Random, number: int) -> tuple[list[Task], Task]:
     return [], skills.sort_many(rng, rng.randint(15, 16), rng.randint(8, 10))
+
+
+EDGE_PROMPTS = (255, 256, 257, 4095, 4096, 4097)
+"""Lengths around the trained models' index_topk, and around 64 wire pages."""
+
+
+def edge_prompts(dialect: Dialect, tokenizer: Tokenizer) -> list[Golden]:
+    """A prompt of each length of EDGE_PROMPTS exactly: sums for the short ones, codes to recall for the long ones."""
+    speaker, made = Speaker(dialect, tokenizer), list[Golden]()
+    for length in EDGE_PROMPTS:
+        rng = random.Random(f"edge/{length}")
+        candidates = (speaker.ask(*_edge(rng, length), thinking=True) for _ in range(2000))
+        fitting = (g for g in candidates if len(g.prompt) == length and len(g.answer) >= GOLDEN_TOKENS)
+        made.append(next(fitting))
+    return made
+
+
+def _edge(rng: random.Random, length: int) -> tuple[list[Task], Task]:
+    if length < 1000:
+        return [skills.add(rng, 2)], skills.add_many(rng, rng.randint(30, 38))
+    memory = Memory()
+    count = int((length - 135) / 8.2) - rng.randint(0, 8)
+    return [skills.answer(rng), skills.remember(rng, memory, count)], skills.recall_many(rng, memory, 36)

@@ -1,0 +1,267 @@
+"""Holds our engine against golden files, on whatever device is there.
+
+    python -m tilert_ref.golden.verify FILE.golden ... --model-dir DIR [--device cuda]
+
+The engine gets vLLM's prompt KV (or, where the file has only samples of it, makes its own) and is fed vLLM's tokens, so
+every position is a comparison of its own. Compared are tokens, logprobs, the bytes of the planes on their way through
+our cache and back, the rows and index keys that decode writes, and the positions that the indexer chooses.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import torch
+
+from tilert_ref.connector.layout import FP8_DS_MLA, RowFormat, row_format_of_width
+from tilert_ref.connector.planes import CODE_BYTES
+from tilert_ref.engine.numerics import HOPPER, vllm_kernels
+from tilert_ref.engine.ref import RefEngine, load_engine
+from tilert_ref.golden.recording import Answer, Golden, load_whole, read_golden
+from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, rows_of
+from tilert_ref.verdict import Verdict, judge
+
+WHOLE = ".whole.pt"
+
+
+@dataclass
+class Share:
+    """Equal ones of all."""
+
+    equal: int = 0
+    total: int = 0
+
+    def add(self, same: torch.Tensor) -> None:
+        self.equal, self.total = self.equal + int(same.sum()), self.total + same.numel()
+
+    def merge(self, other: "Share") -> None:
+        self.equal, self.total = self.equal + other.equal, self.total + other.total
+
+    def __str__(self) -> str:
+        return f"{100 * self.equal / self.total:.4f}% of {self.total:,}" if self.total else "none"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token that isn't vLLM's. gap: how far vLLM's best logprob is ahead of its second."""
+
+    prompt: int
+    position: int
+    verdict: Verdict
+    ours: int
+    theirs: int
+    gap: float
+
+
+@dataclass
+class Report:
+    """What the comparison with one golden file came to.
+
+    carried: bytes of planes that are the same after inject and reading back. decoded: per "layer field" the bytes that
+    decode wrote; followed: the same when decode attends to vLLM's own choices in vLLM's order. choices: sets of
+    positions, beyond index_topk. off_edge: for each set that differs, how far the worst of the differing tokens' scores
+    is from our edge, as a share of it: 0 is an exact tie.
+    """
+
+    tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
+    differences: list[Difference] = field(default_factory=list)
+    largest_logprob_difference: float = 0.0
+    smallest_gap: float = float("inf")
+    carried: Share = field(default_factory=Share)
+    prefilled: dict[str, Share] = field(default_factory=dict)
+    decoded: dict[str, Share] = field(default_factory=dict)
+    followed: dict[str, Share] = field(default_factory=dict)
+    choices: Share = field(default_factory=Share)
+    off_edge: list[float] = field(default_factory=list)
+
+    def merge(self, other: "Report") -> None:
+        """Adds the comparison of other prompts of the same recording."""
+        for verdict, count in other.tokens.items():
+            self.tokens[verdict] += count
+        self.differences += other.differences
+        self.off_edge += other.off_edge
+        self.largest_logprob_difference = max(self.largest_logprob_difference, other.largest_logprob_difference)
+        self.smallest_gap = min(self.smallest_gap, other.smallest_gap)
+        self.carried.merge(other.carried)
+        self.choices.merge(other.choices)
+        for mine, theirs in (
+            (self.prefilled, other.prefilled),
+            (self.decoded, other.decoded),
+            (self.followed, other.followed),
+        ):
+            for name, share in theirs.items():
+                mine.setdefault(name, Share()).merge(share)
+
+    def lines(self) -> Iterable[str]:
+        t = self.tokens
+        yield f"tokens: {t['identical']} identical, {t['tie']} tie, {t['diverged']} diverged"
+        yield f"logprobs: largest difference {self.largest_logprob_difference:.4f}"
+        yield f"vLLM's smallest gap between its two best: {self.smallest_gap:.4f}"
+        yield f"planes to cache and back: {self.carried} bytes"
+        for what, shares in (
+            ("own prefill", self.prefilled),
+            ("decode", self.decoded),
+            ("decode in vLLM's order", self.followed),
+        ):
+            for name, share in sorted(shares.items()):
+                yield f"{what}, {name}: {share} bytes equal"
+        if self.choices.total:
+            ties = sum(off == 0 for off in self.off_edge)
+            worst = max(self.off_edge, default=0.0)
+            differ = f"{len(self.off_edge)} differ, {ties} of them in exact ties, furthest {worst:.2e} from the edge"
+            yield f"chosen positions: {self.choices} sets equal; {differ}"
+        for d in self.differences[:20]:
+            yield f"  prompt {d.prompt} position {d.position}: {d.verdict}, {d.ours} for {d.theirs}, gap {d.gap:.4f}"
+
+
+def verify(
+    engine: RefEngine,
+    golden: Golden,
+    numbers: Sequence[int],
+    progress: Callable[[str], None] = lambda line: None,
+    follow: int = 1,
+) -> Report:
+    """Compares the prompts with these numbers; every `follow`th in vLLM's order too, where that was recorded."""
+    report, started = Report(), time.monotonic()
+    for done, number in enumerate(numbers):
+        prompt, answer = golden.prompts[number], golden.answers[number]
+        compare(report, engine, number, prompt, answer)
+        if "choices" in answer and done % follow == 0:
+            compare_decoded(report.followed, replay(engine, prompt, answer, follow=True), len(prompt), answer)
+        seconds = time.monotonic() - started
+        progress(f"{golden.name}: prompt {done + 1} of {len(numbers)}, {len(prompt)} tokens, {seconds:.0f} s")
+    return report
+
+
+def compare(report: Report, engine: RefEngine, number: int, prompt: list[int], answer: Answer) -> None:
+    if "rows" in answer:
+        compare_planes(report, engine, prompt, answer)
+    ours = replay(engine, prompt, answer)
+    for position, theirs in enumerate(answer["ids"]):
+        verdict = judge(ours.ids[position], theirs, answer["top"][position])
+        report.tokens[verdict] += 1
+        if verdict != "identical":
+            found = Difference(number, position, verdict, ours.ids[position], theirs, gap(answer, position))
+            report.differences.append(found)
+        report.smallest_gap = min(report.smallest_gap, gap(answer, position))
+    worst = max(report.largest_logprob_difference, ours.logprob_difference(answer))
+    report.largest_logprob_difference = worst
+    compare_kv(report, ours, len(prompt), answer)
+
+
+def compare_planes(report: Report, engine: RefEngine, prompt: list[int], answer: Answer) -> None:
+    """Recorded planes -> our cache -> bytes, of all layers that the engine has."""
+    kv, tokens = prompt_kv(prompt, answer), len(prompt)
+    layers = len(engine.cache.rows)
+    engine.inject(type(kv)(kv.rid, kv.seq_len, kv.last_prompt_token, kv.layers[:layers]))
+    report.carried.add(rows_of(engine, 0, tokens) == answer["rows"][:layers, :tokens])
+    if (index := answer.get("index")) is not None:
+        report.carried.add(index_of(engine, 0, tokens) == index[:layers, :tokens])
+
+
+def compare_kv(report: Report, ours: Replay, tokens: int, answer: Answer) -> None:
+    """Rows of our own prefill; rows and index keys that decode wrote, and what it chose, where they were recorded."""
+    if (theirs := answer.get("rows")) is not None and ours.prefilled is not None:
+        _by_field(report.prefilled, ours.prefilled, theirs[: len(ours.prefilled), :tokens])
+    if (at := compare_decoded(report.decoded, ours, tokens, answer)) is None:
+        return
+    samples = answer.get("samples")
+    choices = answer.get("choices") if samples is None else samples["choices"]
+    for layer, sets in enumerate(() if choices is None else choices):
+        for place, chosen in zip(at, sets, strict=True):
+            compare_choice(report, ours.choices[layer][place], chosen)
+
+
+def compare_decoded(shares: dict[str, Share], ours: Replay, tokens: int, answer: Answer) -> list[int] | None:
+    """Adds what decode wrote to `shares`; returns the places of decode that were recorded, None if there are none."""
+    fed = len(answer["ids"]) - 1
+    if samples := answer.get("samples"):
+        at, rows, index = [place - tokens for place in samples["positions"]], samples["rows"], samples["index"]
+    elif answer.get("rows") is not None and answer["rows"].shape[1] == tokens + fed:
+        at, rows, index = list(range(fed)), answer["rows"][:, tokens:], answer.get("index")
+        index = None if index is None else index[:, tokens:]
+    else:
+        return None
+    layers = len(ours.decoded)
+    _by_field(shares, ours.decoded[:, at], rows[:layers])
+    if index is not None and ours.decoded_index is not None:
+        _by_field(shares, ours.decoded_index[:, at], index[:layers])
+    return at
+
+
+def _by_field(shares: dict[str, Share], ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Adds equal bytes a layer and field; both uint8 [layers, tokens, bytes of a row or of an index key]."""
+    for layer, same in enumerate(ours == theirs):
+        for name, part in _fields(same):
+            shares.setdefault(f"layer {layer} {name}", Share()).add(part)
+
+
+def _fields(same: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    width = same.shape[-1]
+    if width == CODE_BYTES + 4:
+        yield from (("index codes", same[:, :CODE_BYTES]), ("index scales", same[:, CODE_BYTES:]))
+        return
+    row: RowFormat = row_format_of_width(width)
+    names = ("latent", "latent_scale", "rope") if row is FP8_DS_MLA else ("latent", "rope")
+    for name in names:
+        yield name, same[:, row[name].offset : row[name].end]
+
+
+def compare_choice(report: Report, ours: Choice, theirs: torch.Tensor) -> None:
+    """theirs: int16 [index_topk], -1 for none. Where all tokens are taken there is nothing to compare."""
+    if ours.scores is None:
+        return
+    mine, others = set(ours.positions.tolist()), set(theirs[theirs >= 0].tolist())
+    report.choices.add(torch.tensor(mine == others))
+    if mine != others:
+        edge = ours.scores[ours.positions].min()
+        moved = ours.scores[torch.tensor(sorted(mine ^ others))]
+        report.off_edge.append(((moved - edge).abs().max() / edge.abs().clamp_min(1e-30)).item())
+
+
+def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
+    """The engine that this recording is for: cache format, scale rule and drafting as recorded."""
+    room = max(map(len, golden.prompts)) + len(golden.answers[0]["ids"]) + 1
+    rule = {} if golden.scale_rule is None else {"kv_scale_rule": golden.scale_rule}
+    kernels = HOPPER if golden.facts["cuda"] else vllm_kernels("cpu")
+    return load_engine(
+        model_dir,
+        device=device,
+        max_seq_len=room,
+        num_mtp=int(golden.mtp),
+        kv_cache_dtype=golden.kv,
+        kernels=kernels,
+        **rule,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser("tilert-ref verify", description=__doc__, formatter_class=form)
+    parser.add_argument("files", nargs="+", help="golden files (scripts/record_golden.py writes them)")
+    parser.add_argument("--model-dir", required=True, help="the checkpoint that was recorded; the file has its digest")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prompts", help="numbers of prompts, as 0,3,5; default: all")
+    parser.add_argument("--follow", type=int, default=1, help="repeat every Nth prompt in vLLM's order (default: all)")
+    parser.add_argument("--json", type=Path, help="write the comparison of the last file here too")
+    options = parser.parse_args(argv)
+    diverged = 0
+    for file in options.files:
+        golden = load_whole(file) if file.endswith(WHOLE) else read_golden(file)
+        numbers = [int(n) for n in options.prompts.split(",")] if options.prompts else range(len(golden.prompts))
+        engine = engine_for(golden, options.model_dir, options.device)
+        report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
+        print(f"{golden.name} on {options.device}:", *report.lines(), sep="\n  ")
+        diverged += report.tokens["diverged"]
+        if options.json:
+            options.json.write_bytes(msgspec.json.encode(report))
+    return 1 if diverged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
