@@ -1,4 +1,4 @@
-"""vLLM's recordings, made once a session by record_vllm.py in processes of their own, two at a time.
+"""vLLM's recordings, made once a session by tilert_ref.golden.record in processes of their own, two at a time.
 
 All recordings that the chosen tests need are started together, the longest first; the tests replay one while the next
 are made. On two cores that is a third less time than one after the other.
@@ -51,7 +51,7 @@ def edge_prompts(vocab: int = 490) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Part:
-    """Prompts, and the rounds of record_vllm.py that they go through."""
+    """Prompts, and the rounds of tilert_ref.golden.record that they go through."""
 
     prompts: list[list[int]]
     rounds: list[str]
@@ -84,15 +84,14 @@ def record(plan: Plan, scratch: Path, children: list[subprocess.Popen]) -> dict[
     parts = {name: asdict(part) for name, part in plan.parts.items()}
     written = {"engine": engine | plan.engine, "tokens": plan.tokens, "parts": parts}
     (scratch / "plan.json").write_text(json.dumps(written))
-    command = [sys.executable, str(Path(__file__).with_name("record_vllm.py"))]
-    command += [str(scratch / "plan.json"), str(scratch / "out.pt")]
+    command = [sys.executable, "-m", "tilert_ref.golden.record", str(scratch / "plan.json"), str(scratch / "out.pt")]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | preload_openmp()
     with (scratch / "log").open("w") as log:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         children.append(child)
         status = child.wait(1200)
     assert status == 0, (scratch / "log").read_text()[-3000:]
-    out = torch.load(scratch / "out.pt", weights_only=False)  # written by our own child a moment ago
+    out = torch.load(scratch / "out.pt", weights_only=True)
     parts = plan.parts.items()
     return {name: Recording(plan.model_dir, part.prompts, out["parts"][name], out["facts"]) for name, part in parts}
 

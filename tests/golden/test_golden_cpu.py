@@ -12,6 +12,18 @@ import torch
 
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import RefEngine, load_engine
+from tilert_ref.golden.replay import (
+    Replay,
+    kv_shares,
+    noise,
+    percent,
+    prompt_kv,
+    replay,
+    replay_in_windows,
+    reproducible,
+    smallest_gap,
+    verdicts,
+)
 from tilert_ref.tiny.golden import GOLDEN_PROMPTS, GOLDEN_TOKENS
 
 from .conftest import (
@@ -25,18 +37,6 @@ from .conftest import (
     REPEATED,
     SHUFFLED,
     Recording,
-)
-from .replay import (
-    Replay,
-    kv_shares,
-    noise,
-    percent,
-    prompt_kv,
-    replay,
-    replay_in_windows,
-    reproducible,
-    smallest_gap,
-    verdicts,
 )
 
 pytestmark = [pytest.mark.golden, pytest.mark.timeout(1200)]
@@ -70,13 +70,14 @@ def check(
     say: Callable[[str], None],
 ) -> None:
     """Prints and asserts: this run of vLLM has the tokens of vLLM alone, and ours; 0 diverged."""
-    compared, flips, change = noise(alone, theirs)
+    floor = noise(what, alone, theirs)
     counts = verdicts([o.ids for o in ours], alone, theirs)
     say(
-        f"  vLLM {what}: {flips} of {compared} positions flip against vLLM alone, largest logprob change {change:.4f}; "
+        f"  vLLM {what}: {floor.flips} of {floor.positions} positions flip against vLLM alone, "
+        f"largest logprob change {floor.largest_logprob_change:.4f}; "
         f"this engine: {counts['identical']} identical, {counts['tie']} tie, {counts['diverged']} diverged"
     )
-    assert flips == 0 and counts["diverged"] == 0
+    assert floor.flips == 0 and counts["diverged"] == 0
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_free_running_decode_with_drafts(
     kept, lengths = 3 + (num_mtp > 0), []
     plain = golden.rounds["alone"][DRAFTED]
     for prompt, drafting, reference in zip(golden_mtp.prompts, golden_mtp.rounds["alone"], plain, strict=True):
-        engine.inject(prompt_kv(prompt, drafting["rows"][:kept]))
+        engine.inject(prompt_kv(prompt, drafting | {"rows": drafting["rows"][:kept]}))
         *steps, finished = engine.decode(drafting["ids"][0], FREE_TOKENS, GREEDY)
         assert isinstance(finished, Finished)
         ids = [token.id for tokens in steps for token in tokens]
