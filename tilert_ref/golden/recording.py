@@ -90,6 +90,10 @@ class Noise:
     flips: int
     largest_logprob_change: float
 
+    def __str__(self) -> str:
+        change = f"largest change of a logprob {self.largest_logprob_change:.4f}"
+        return f"{self.arrangement}: {self.flips} of {self.positions} positions flip, {change}"
+
 
 @dataclass(frozen=True)
 class Keep:

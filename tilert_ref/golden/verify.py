@@ -256,7 +256,12 @@ def main(argv: list[str] | None = None) -> int:
         numbers = [int(n) for n in options.prompts.split(",")] if options.prompts else range(len(golden.prompts))
         engine = engine_for(golden, options.model_dir, options.device)
         report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
-        print(f"{golden.name} on {options.device}:", *report.lines(), sep="\n  ")
+        print(
+            f"vLLM {golden.facts['vllm']} on {golden.facts['device']}, {golden.name}, against itself alone:",
+            *golden.noise,
+            sep="\n  ",
+        )
+        print(f"this engine on {options.device} against it:", *report.lines(), sep="\n  ")
         diverged += report.tokens["diverged"]
         if options.json:
             options.json.write_bytes(msgspec.json.encode(report))
