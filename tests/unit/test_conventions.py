@@ -21,6 +21,7 @@ from tilert_ref.engine import indexer
 from tilert_ref.engine.api import LayerKV, PromptKV, SamplingParams
 from tilert_ref.engine.checkpoint import StrictTensors
 from tilert_ref.engine.decode import prefill
+from tilert_ref.engine.numerics import Pointwise
 from tilert_ref.engine.ref import load_engine
 from tilert_ref.tiny import model_dir
 from tilert_ref.tiny.chat import DEEPSEEK, GLM
@@ -115,8 +116,8 @@ def other_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the indexer alone, queries and keys (case K3)."""
     right = indexer.apply_rope
 
-    def other(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-        return right(x, cos_sin, interleaved=not interleaved)
+    def other(x: torch.Tensor, cos_sin: torch.Tensor, rule: Pointwise, *, interleaved: bool) -> torch.Tensor:
+        return right(x, cos_sin, rule, interleaved=not interleaved)
 
     monkeypatch.setattr(indexer, "apply_rope", other)
 

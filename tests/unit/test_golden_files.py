@@ -38,7 +38,7 @@ def answer(prompt: list[int], seed: int) -> Answer:
 @pytest.fixture(scope="module")
 def whole() -> Golden:
     answers = [answer(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    noise, facts = [Noise("alone again", 18, 0, 0.0)], {"vllm": "0.26.0", "cuda": "13.0"}
+    noise, facts = [Noise("alone again", 18, 0, 0.0)], {"vllm": "0.26.0", "device": "some GPU", "cuda": "13.0"}
     return Golden("some", "bf16", "fp8_ds_mla", False, "plain", "abc", facts, noise, PROMPTS, answers)
 
 
@@ -82,6 +82,7 @@ def test_what_is_kept_comes_back(whole: Golden, path: Path) -> None:
         (lambda t, m: m.update(version=2), r"version 2, legal: 1$"),
         (lambda t, m: m.pop("version"), "missing required field `version`"),
         (lambda t, m: m.pop("facts"), "missing required field `facts`"),
+        (lambda t, m: m["facts"].pop("device"), r"facts without \['device'\]"),
         (lambda t, m: m.update(more=1), "unknown field `more`"),
         (lambda t, m: m.update(every=0), "`int` >= 1"),
         (lambda t, m: m.update(kv="fp8"), r"Invalid enum value 'fp8' - at `\$\.kv`"),

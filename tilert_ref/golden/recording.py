@@ -95,6 +95,10 @@ class Noise:
     flips: int
     largest_logprob_change: float
 
+    def __str__(self) -> str:
+        change = f"largest change of a logprob {self.largest_logprob_change:.4f}"
+        return f"{self.arrangement}: {self.flips} of {self.positions} positions flip, {change}"
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -203,6 +207,8 @@ def _read(packed: bytes) -> Golden:
     if (version := msgspec.json.decode(text, type=_Version).version) != VERSION:
         raise ValueError(f"version {version}, legal: {VERSION}")
     meta = msgspec.json.decode(text, type=_Meta)
+    if missing := {"vllm", "device", "cuda"} - meta.facts.keys():
+        raise ValueError(f"facts without {sorted(missing)}")
     lengths = tensors.take("prompt_lengths", torch.int32, None).tolist()
     prompt_ids = tensors.take("prompt_ids", torch.int32, sum(lengths))
     if min(lengths, default=0) < 1 or len(meta.digests) != len(lengths):

@@ -235,7 +235,7 @@ def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
         raise ValueError(f"{model_dir}: checkpoint {digest}, recorded was {golden.checkpoint} ({which})")
     room = max(map(len, golden.prompts)) + len(golden.answers[0]["ids"]) + 1
     rule = {} if golden.scale_rule is None else {"kv_scale_rule": golden.scale_rule}
-    kernels = HOPPER if golden.facts.get("cuda") else vllm_kernels("cpu")
+    kernels = HOPPER if golden.facts["cuda"] else vllm_kernels("cpu")
     return load_engine(
         model_dir,
         device=device,
@@ -282,7 +282,9 @@ def _verify_file(file: str, options: argparse.Namespace) -> Report:
     engine = engine_for(golden, options.model_dir, options.device)
     report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
     how = ", ".join(f"{name} {value}" for name, value in engine.facts.items())
-    print(f"{golden.name} on {options.device} ({how}):", *report.lines(), sep="\n  ")
+    facts = golden.facts
+    print(f"vLLM {facts['vllm']} on {facts['device']}, {golden.name}, against itself alone:", *golden.noise, sep="\n  ")
+    print(f"this engine on {options.device} ({how}) against it:", *report.lines(), sep="\n  ")
     return report
 
 
