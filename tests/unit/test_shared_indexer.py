@@ -183,7 +183,7 @@ def test_another_source_of_positions_is_seen(
 # cache
 
 
-def test_only_layers_with_an_indexer_have_keys(glm52: Path, config: ModelConfig) -> None:
+def test_only_layers_with_an_indexer_have_keys(config: ModelConfig) -> None:
     cache = KVCache(config, 7, 100)
     assert cache.index_layers == list(FULL) and cache.index.shape == (4, 2, 8448)
     assert cache.nbytes == 7 * 128 * 1152 + 4 * 2 * 8448
