@@ -57,12 +57,13 @@ class Token:
 def operators(t: Token) -> Compared:
     """All of the model, in the order of a forward pass."""
     w, x, residual = t.model.weights, t("model.embed_tokens"), None
+    own = [number for number, layer in enumerate(w.layers) if layer.attention.indexer is not None]
     for number, layer in enumerate(w.layers):
         p = f"model.layers.{number}"
         yield "input_layernorm", t.norm(x, layer.input_norm, residual), t(f"{p}.input_layernorm")
         yield from projections(t, layer.attention, f"{p}.self_attn.")
-        if layer.attention.indexer is not None:
-            yield from indexer(t, layer.attention.indexer, number, f"{p}.self_attn.")
+        if number in own:  # the others share a lower layer's
+            yield from indexer(t, layer.attention.indexer, t.index[own.index(number)], f"{p}.self_attn.")
         yield from attention(t, layer.attention, number, f"{p}.self_attn.")
         stream = x if residual is None else t(f"{p}.input_layernorm", 1)
         normed = t.norm(t(f"{p}.self_attn"), layer.post_attention_norm, stream)
@@ -87,8 +88,11 @@ def projections(t: Token, w: AttentionWeights, p: str) -> Compared:
     yield "rope k", t.rope(k_rope[:, None]), t(p + "mla_attn.mla_attn:in", 2)
 
 
-def indexer(t: Token, w: IndexerWeights, layer: int, p: str) -> Compared:
-    """From hidden state and query latent to index keys as they are cached, and to the choice beyond index_topk."""
+def indexer(t: Token, w: IndexerWeights, cached: torch.Tensor, p: str) -> Compared:
+    """From hidden state and query latent to index keys as they are cached, and to the choice beyond index_topk.
+
+    cached: vLLM's index keys, uint8 [S, 132].
+    """
     c, op, c_q = t.model.config, p + "indexer.indexer_op", t(p + "q_a_layernorm")
     x, codes, key, weights = (t(op + ":in", part) for part in range(4))
     k_and_w, normed = t(p + "indexer.wk_weights_proj"), t(p + "indexer.k_norm")
@@ -103,16 +107,16 @@ def indexer(t: Token, w: IndexerWeights, layer: int, p: str) -> Compared:
     yield "indexer query codes (from query latent)", our_codes, codes
     yield "indexer weights", dsa.index_weights(w, c, x, scale), weights
     key_codes, key_scale = (part.contiguous().view(torch.uint8) for part in quantize_index(key, INDEX_KEY_FLOOR))
-    yield "index key bytes", torch.cat((key_codes, key_scale[None]), dim=-1), t.index[layer, t.batch.first :]
+    yield "index key bytes", torch.cat((key_codes, key_scale[None]), dim=-1), cached[t.batch.first :]
     if t.batch.end > c.index_topk:
-        yield "indexer choice", *choices(t, layer, codes[0], weights[0], t(op)[0])
+        yield "indexer choice", *choices(t, cached, codes[0], weights[0], t(op)[0])
 
 
 def choices(
-    t: Token, layer: int, codes: torch.Tensor, weights: torch.Tensor, theirs: torch.Tensor
+    t: Token, cached: torch.Tensor, codes: torch.Tensor, weights: torch.Tensor, theirs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which cached tokens our scores and vLLM's choose, bool [S] each: a token chosen for another is two values off."""
-    keys, scales = t.index[layer].split([CODE_BYTES, SCALE_BYTES], dim=1)
+    keys, scales = cached.split([CODE_BYTES, SCALE_BYTES], dim=1)
     keys, scales = keys.contiguous().view(codes.dtype).float(), scales.contiguous().view(torch.float32)[:, 0]
     order = t.batch.kernels.order
     scores = dsa.index_scores_apart(codes[None].float(), weights[None], keys, scales, t.batch.lengths(), order)
