@@ -6,11 +6,13 @@ against every byte of it, and a small file of each recording is kept.
 
 Needs vLLM with sparse attention (0.26.0 on Hopper was recorded), NIXL and a CUDA build of torch. Every recording is a
 process of its own; they run side by side on all GPUs that are there, since a tiny model leaves a GPU idle. OUT gets
-NAME.golden (recording.py says what is kept), NAME.json (the comparison in full) and the logs.
+NAME.golden (recording.py says what is kept), NAME.json (the comparison in full) and the logs. The exit status is 1 if
+a recording or a comparison is missing at the end.
 """
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import queue
@@ -56,6 +58,8 @@ AGAIN = list(range(5, GOLDEN_PROMPTS, 6))
 KV_BYTES = 2 << 30  # of vLLM's caches: a fixed size, because several vLLMs share a GPU
 SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 1}
 CHUNKS = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 256}
+DEEP_GEMM = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}  # the block-fp8 products that the engine follows (HOPPER)
+MOST_SECONDS = 1500  # of one process
 TRACED = 5  # passes of the first prompts, prefill first, operator by operator
 LONGEST_WHOLE = 40  # tokens of a prompt whose whole KV is kept: 200 kB in bf16 rows
 VERIFIERS = 6  # processes that compare one recording
@@ -126,18 +130,20 @@ class Lab:
         gpu = self.lanes.get()
         began = time.monotonic()
         root = str(Path(__file__).resolve().parents[1])
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
+        env = DEEP_GEMM | os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
         try:
             with (self.out / f"{what}.log").open("w") as log:
-                done = subprocess.run(
-                    [sys.executable, *command], env=env, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=1500
-                )
+                output = {"stdout": log, "stderr": subprocess.STDOUT}
+                subprocess.run([sys.executable, *command], env=env, check=True, timeout=MOST_SECONDS, **output)
+            good = True
+        except subprocess.SubprocessError:  # a status other than 0, or no end in time
+            good = False
         finally:
             self.lanes.put(gpu)
         seconds = time.monotonic() - began
-        self.say(f"{what}: {'done' if done.returncode == 0 else 'FAILED, see its log'} in {seconds:.0f} s")
-        return done.returncode == 0
+        self.say(f"{what}: {'done' if good else 'FAILED, see its log'} in {seconds:.0f} s")
+        return good
 
 
 def plans(scenario: Scenario, prompts: list[list[int]], checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -168,8 +174,8 @@ def plans(scenario: Scenario, prompts: list[list[int]], checkpoint: Path) -> dic
     return made
 
 
-def record(lab: Lab, scenario: Scenario) -> None:
-    """All of one scenario: record, compare, keep."""
+def record(lab: Lab, scenario: Scenario) -> bool:
+    """All of one scenario: record, keep, compare. False if something of it is missing."""
     checkpoint = lab.checkpoint(scenario.model, scenario.weights)
     todo = plans(scenario, lab.prompts(scenario.model), checkpoint)
     with ThreadPoolExecutor(len(todo)) as threads:
@@ -177,43 +183,51 @@ def record(lab: Lab, scenario: Scenario) -> None:
             zip(todo, threads.map(lambda kind: record_plan(lab, scenario, kind, todo[kind]), todo), strict=True)
         )
     if not good["main"]:
-        return
+        return False
     golden = collect(lab, scenario, checkpoint, [kind for kind, fine in good.items() if fine])
     save_whole(lab.raw / f"{scenario.name}{WHOLE}", golden)
     write_golden(lab.out / f"{scenario.name}.golden", golden, kept(scenario, golden))
     size = (lab.out / f"{scenario.name}.golden").stat().st_size
     lab.say("\n    ".join([f"{scenario.name}: {size:,} bytes kept", *map(str, golden.noise)]))
-    if lab.verify:
-        judge(lab, scenario, golden, checkpoint)
+    return all(good.values()) and (not lab.verify or judge(lab, scenario, golden, checkpoint))
 
 
-def verify_again(lab: Lab, scenario: Scenario) -> None:
-    golden = load_whole(lab.raw / f"{scenario.name}{WHOLE}")
-    judge(lab, scenario, golden, lab.checkpoint(scenario.model, scenario.weights))
+def verify_again(lab: Lab, scenario: Scenario) -> bool:
+    if not (whole := lab.raw / f"{scenario.name}{WHOLE}").exists():
+        lab.say(f"{scenario.name}: no recording {whole}")
+        return False
+    return judge(lab, scenario, load_whole(whole), lab.checkpoint(scenario.model, scenario.weights))
 
 
-def judge(lab: Lab, scenario: Scenario, golden: Golden, checkpoint: Path) -> None:
-    report = compare(lab, scenario, golden, checkpoint)
+def judge(lab: Lab, scenario: Scenario, golden: Golden, checkpoint: Path) -> bool:
+    if (report := compare(lab, scenario, golden, checkpoint)) is None:
+        return False
     lab.say("\n    ".join([scenario.name, *report.lines()]))
+    return True
 
 
-def compare(lab: Lab, scenario: Scenario, golden: Golden, checkpoint: Path) -> Report:
-    """Our engine against all of the recording, prompts dealt out to several processes by length."""
+def compare(lab: Lab, scenario: Scenario, golden: Golden, checkpoint: Path) -> Report | None:
+    """Our engine against all of the recording, prompts dealt out to several processes by length. None if one failed."""
     order = sorted(range(len(golden.prompts)), key=lambda number: -len(golden.prompts[number]))
-    hands = [order[first::VERIFIERS] for first in range(VERIFIERS)]
+    hands = [hand for first in range(VERIFIERS) if (hand := order[first::VERIFIERS])]
 
-    def part(number: int) -> Report:
+    def part(number: int) -> Report | None:
         name = f"{scenario.name}.verify{number}"
+        out = lab.raw / f"{name}.json"
+        out.unlink(missing_ok=True)  # an earlier run's
         command = ["-m", "tilert_ref.golden.verify", str(lab.raw / f"{scenario.name}{WHOLE}")]
         command += ["--model-dir", str(checkpoint), "--prompts", ",".join(map(str, hands[number]))]
         command += ["--follow", str(FOLLOWED)]
-        lab.run(name, [*command, "--json", str(lab.raw / f"{name}.json")])
-        return msgspec.json.decode((lab.raw / f"{name}.json").read_bytes(), type=Report)
+        lab.run(name, [*command, "--json", str(out)])  # fails too where tokens diverged, and then there is a report
+        return msgspec.json.decode(out.read_bytes(), type=Report) if out.exists() else None
 
     whole = Report()
     with ThreadPoolExecutor(VERIFIERS) as threads:
-        for report in threads.map(part, range(VERIFIERS)):
-            whole.merge(report)
+        reports = list(threads.map(part, range(len(hands))))
+    if None in reports:
+        return None
+    for report in reports:
+        whole.merge(report)
     (lab.out / f"{scenario.name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
     return whole
 
@@ -265,8 +279,29 @@ def kept(scenario: Scenario, golden: Golden) -> Keep:
     order = sorted(range(len(golden.prompts)), key=lambda number: len(golden.prompts[number]))
     whole = [number for number in order[:4] if len(golden.prompts[number]) <= LONGEST_WHOLE]
     if scenario.others:
-        whole.append(next(number for number in order if len(golden.prompts[number]) > 300))
+        whole += [number for number in order if len(golden.prompts[number]) > 300][:1]
     return Keep(whole=whole, sampled=order[::5])
+
+
+def named(only: list[str]) -> set[str]:
+    """Names of scenarios: those in `only`, and for what is no name all that begin with it. Raises ValueError."""
+    names, found = [scenario.name for scenario in scenarios()], set[str]()
+    for start in only:
+        fitting = {start} & set(names) or {name for name in names if name.startswith(start)}
+        if not fitting:
+            raise ValueError(f"no scenario begins with {start!r}; legal: {', '.join(names)}")
+        found |= fitting
+    return found
+
+
+def missing_here() -> list[str]:
+    """What a recording needs and this machine doesn't have."""
+    there = {
+        "vLLM": importlib.util.find_spec("vllm") is not None,
+        "NIXL": importlib.util.find_spec("nixl") is not None,
+        "a CUDA device": torch.cuda.is_available(),
+    }
+    return [what for what, here in there.items() if not here]
 
 
 def main() -> int:
@@ -280,24 +315,27 @@ def main() -> int:
     parser.add_argument("--verify-only", action="store_true", help="compare the whole recordings that are in --raw")
     parser.add_argument("--prompts", type=int, help="only so many prompts of each scenario, for a try")
     args = parser.parse_args()
-    chosen = [s for s in scenarios() if not args.only or s.name in args.only]
-    chosen = chosen or [s for s in scenarios() if s.name.startswith(tuple(args.only))]
+    try:
+        chosen = [s for s in scenarios() if not args.only or s.name in named(args.only)]
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.verify_only and (missing := missing_here()):
+        parser.error(f"recording needs {' and '.join(missing)}")
     if args.no_floor:
         chosen = [replace(s, others=False) for s in chosen]
     if args.prompts:  # from both ends: the last ones are the longest
         first, last = args.prompts - args.prompts // 3, args.prompts // 3
         chosen = [replace(s, numbers=s.numbers[:first] + s.numbers[len(s.numbers) - last :]) for s in chosen]
-    if not chosen:
-        parser.error(f"no scenario begins with {args.only}; legal: {', '.join(s.name for s in scenarios())}")
     lab = Lab(args.out.resolve(), (args.raw or args.out / "raw").resolve(), args.lanes, verify=not args.record_only)
     for model, weights in sorted({(s.model, s.weights) for s in chosen}):
-        lab.prompts(model)
         lab.checkpoint(model, weights)
+        if not args.verify_only:  # a recording has its prompts
+            lab.prompts(model)
     lab.say(f"{len(chosen)} scenarios, {args.lanes} processes a GPU")
     work = verify_again if args.verify_only else record
     with ThreadPoolExecutor(len(chosen)) as threads:
-        list(threads.map(lambda scenario: work(lab, scenario), chosen))
-    return 0
+        good = list(threads.map(lambda scenario: work(lab, scenario), chosen))
+    return 0 if all(good) else 1
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ COMMANDS = {
     "scorecard": Command(
         "tilert_ref.tiny.scorecard", "score a trained tiny model: recall, skills, tools, drafts, margins"
     ),
+    "verify": Command("tilert_ref.golden.verify", "hold our engine against golden files that vLLM wrote on a GPU"),
     "bench": Command("tilert_ref.bench", "measure the engine: bench decode [--against vllm]"),
     "decode-server": Command("tilert_ref.decode_server.__main__", "serve decode: receives KV, streams token ids"),
     "router": Command("tilert_ref.router.pd_router", "serve the OpenAI API over one vLLM and several decode servers"),

@@ -16,7 +16,7 @@ from tilert_ref.engine.attention import (
 from tilert_ref.engine.config import YarnScaling, parse_config
 from tilert_ref.engine.make_tiny import tiny_config
 from tilert_ref.engine.moe import route
-from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
+from tilert_ref.engine.numerics import HOPPER, TORCH, KernelRounding, Kernels, SumOrder, round_kernel, vllm_kernels
 from tilert_ref.engine.rope import apply_rope, inverse_frequencies
 
 BF16 = torch.bfloat16
@@ -40,6 +40,12 @@ def test_round_kernel(value: float, nearest: float, truncated: float) -> None:
     x = torch.tensor([value])
     assert round_kernel(x, BF16, KernelRounding.NEAREST).item() == nearest
     assert round_kernel(x, BF16, KernelRounding.TRUNCATE).item() == truncated
+
+
+def test_kernels_by_kind_of_device() -> None:
+    assert vllm_kernels("cuda") == vllm_kernels("cuda:1") == HOPPER
+    assert vllm_kernels("cpu:0") == vllm_kernels("cpu") != HOPPER
+    assert vllm_kernels("mps") == TORCH
 
 
 def test_truncation_is_for_bf16_only() -> None:

@@ -23,6 +23,7 @@ from tilert_ref.engine.api import PromptKV, SamplingParams
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.decode import draft, prefill, step
+from tilert_ref.engine.numerics import HOPPER
 from tilert_ref.engine.ref import RefEngine, load_engine
 from tilert_ref.tiny import model_dir, skills
 from tilert_ref.tiny.chat import DEEPSEEK, GLM, Dialect
@@ -107,7 +108,9 @@ def test_facts_say_how_the_bytes_were_made(tiny) -> None:
     expected = {"kv_cache_dtype": "fp8_ds_mla", "kv_scale_rule": "plain", "kv_scale_read": "bf16"}
     assert engine.facts.items() >= expected.items()
     assert "kv_cache_dtype fp8_ds_mla, kv_scale_rule plain, kv_scale_read bf16" in said[-1]
-    assert load_engine(tiny("dsv3"), max_seq_len=ROOM).facts["kv_cache_dtype"] == "bfloat16"
+    dense = load_engine(tiny("dsv3"), max_seq_len=ROOM, kernels=HOPPER).facts
+    assert (dense["kv_cache_dtype"], dense["sum_order"], dense["pointwise"]) == ("bfloat16", "vllm_hopper", "fused")
+    assert dense["fp8_activations"] == "none"
 
 
 # handoff

@@ -1,5 +1,7 @@
 """The arithmetic of Hopper's tensor cores and of the sparse attention kernels on them, on literal numbers."""
 
+import math
+
 import pytest
 import torch
 
@@ -92,6 +94,16 @@ def test_the_order_of_rows_decides_bits() -> None:
     out = attend_fp8_rows(query, keys, 512, 0.06)
     torch.testing.assert_close(attend_fp8_rows(query, within, 512, 0.06), out, rtol=1e-5, atol=1e-5)
     assert (attend_fp8_rows(query, across, 512, 0.06).to(BF16) != out.to(BF16)).float().mean() > 0.01
+
+
+def test_rope_comes_before_latent_in_scores_of_bf16_rows() -> None:
+    """16 products of 2^-26 are 2^-22 together, but nothing once 1 is there. The scale makes that a factor of two."""
+    query, rows = torch.zeros(1, 32), torch.zeros(2, 32)  # 16 latent values, 16 rotary ones
+    query[0, 0], query[0, 16:] = 1.0, 2.0**-13
+    rows[:, 0], rows[0, 1], rows[0, 16:] = 1.0, 1.0, 2.0**-13
+    scale = 2.0**22 * math.log(2)
+    torch.testing.assert_close(attend_bf16_rows(query, rows, 16, scale)[0, :2], torch.tensor([1.0, 2 / 3]))
+    torch.testing.assert_close(attend_fp8_rows(query, rows, 16, scale)[0, :2], torch.tensor([1.0, 1 / 2]))
 
 
 def test_norms_round_once_or_twice() -> None:

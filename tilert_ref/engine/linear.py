@@ -65,7 +65,8 @@ def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
 
     DeepGEMM, sm90_fp8_gemm_1d2d.cuh, and vLLM's fused_moe_kernel: a product per block of 128, scaled, added up in fp32.
     Within a block the sum is either Hopper's (vllm_hopper.py) or exact (float64 holds every sum of 128 products), then
-    rounded to fp32; a token's result doesn't depend on how many others stand beside it.
+    rounded to fp32. A token's result doesn't depend on how many others stand beside it, except that with Hopper's order
+    only up to DOT_TOKENS of them, in a prompt or of those that an expert gets of it, have Hopper's sums.
     """
     a, a_scales = quantize_activations(x, w.rule)  # [T, B, 128], [T, B]
     out = x.new_zeros(len(x), w.codes.shape[0], dtype=torch.float32)

@@ -74,10 +74,12 @@ def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> t
 def vllm_kernels(device: str) -> Kernels:
     """The kernels that vLLM would use on `device` of this machine (its CPU build is chosen by instruction set).
 
-    Of GPUs only Hopper is known; others are taken to round like it.
+    Of GPUs only Hopper is known: other CUDA devices are taken to round like it, and where there is no vLLM of this
+    family at all (Apple's MPS, which has no float64 either) it is plain torch.
     """
-    if device != "cpu":
-        return HOPPER
+    kind = torch.device(device).type
+    if kind != "cpu":
+        return HOPPER if kind == "cuda" else TORCH
     flags = _cpu_flags()
     if "avx512_bf16" in flags:
         return Kernels()

@@ -39,6 +39,7 @@ class RefEngine:
             "kernel_rounding": kernels.rounding.value,
             "sum_order": kernels.order.value,
             "pointwise": kernels.pointwise.value,
+            "fp8_activations": kernels.fp8.value if self.model.config.block_fp8 else "none",
         }
 
     def inject(self, kv: PromptKV) -> None:

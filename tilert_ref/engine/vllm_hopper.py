@@ -25,7 +25,6 @@ BF16_GROUP, BF16_BITS = 16, 25
 MIN_EXPONENT = -6  # of e4m3; subnormals have it too
 ZERO_EXPONENT = -60  # below the exponent of any product of two e4m3 values
 BLOCK = 64
-LATENT = 512
 
 
 class Operand(NamedTuple):
@@ -122,7 +121,7 @@ def attend_bf16_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, 
     """The same for bf16 rows, which vLLM gives to FlashAttention 3: rotary values before latent ones in a score, and
     from the last block of 64 rows to the first, each rescaling what is there to its own maximum (vLLM
     flashattn_mla_sparse.py)."""
-    rope_first = [torch.cat((x[:, LATENT:], x[:, :LATENT]), dim=1) for x in (query, rows)]
+    rope_first = [torch.cat((x[:, value_width:], x[:, :value_width]), dim=1) for x in (query, rows)]
     top, total = query.new_full((len(query), 1), -math.inf), query.new_zeros(len(query), 1)
     out = query.new_zeros(len(query), value_width)
     for scores, block in reversed(_blocks(bf16_dot(*rope_first), rows)):

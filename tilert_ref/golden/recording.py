@@ -14,18 +14,23 @@ import lzma
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from tilert_ref.connector.layout import INDEX_PAGE, INDEX_PAGE_BYTES, PAGE_TOKENS, page_count
-from tilert_ref.connector.planes import CODE_BYTES, SCALE_BYTES
+from tilert_ref.connector.layout import INDEX_PAGE, INDEX_PAGE_BYTES, PAGE_TOKENS, page_count, row_format
+from tilert_ref.connector.planes import CODE_BYTES, INDEX_TOKEN_BYTES, SCALE_BYTES
 
 VERSION = 1
 DIGEST = 16
 """Hexadecimal digits that are kept of a sha256."""
+MOST_UNPACKED = 1 << 28
+"""Bytes that a golden file may unpack to; the largest kept one does to 4 MB."""
+XZ_MEMORY = 1 << 28  # what xz may take for itself: 65 MB with the preset that is used here
 
 Top = list[list[tuple[int, float]]]
 """Per position vLLM's best tokens as (id, logprob), best first."""
@@ -115,7 +120,7 @@ class Golden:
     """One recording of vLLM with the facts that it depends on.
 
     weights: "bf16" or "fp8" (128x128 blocks). kv: "bf16" or "fp8_ds_mla". scale_rule: which rule wrote fp8_ds_mla rows
-    (rounding.ScaleRule), None for bf16 rows. checkpoint: sha256 over the checkpoint's tensors (`checkpoint_digest`).
+    (rounding.ScaleRule), None for bf16 rows. checkpoint: sha256 over the checkpoint's files (`checkpoint_digest`).
     """
 
     model: str
@@ -185,26 +190,124 @@ def write_golden(path: str | Path, golden: Golden, keep: Keep) -> None:
 
 
 def read_golden(path: str | Path) -> Golden:
-    """Raises ValueError if the file is of another version."""
-    data = lzma.decompress(Path(path).read_bytes())
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    meta, tensors = json.loads(header["__metadata__"]["golden"]), load_tensors(data)
-    if (version := meta.pop("version")) != VERSION:
-        raise ValueError(f"{path}: golden file of version {version}, legal: {VERSION}")
-    every, handed_over, all_digests = meta.pop("every"), meta.pop("handed_over"), meta.pop("digests")
-    prompts = [ids.tolist() for ids in tensors["prompt_ids"].split(tensors["prompt_lengths"].tolist())]
-    twos, tops = _unpack_top("top2", tensors), _unpack_top("top", tensors)
+    """Raises ValueError, naming what is wrong, if this isn't a whole golden file of this version."""
+    try:
+        return _read(Path(path).read_bytes())
+    except (ValueError, lzma.LZMAError, SafetensorError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: not a golden file of version {VERSION}: {error}") from error
+
+
+def _read(packed: bytes) -> Golden:
+    data = _unpacked(packed)
+    tensors = _Tensors(load_tensors(data))
+    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    text = header.get("__metadata__", {}).get("golden")
+    if text is None:
+        raise ValueError('a safetensors file without metadata "golden"')
+    if (version := msgspec.json.decode(text, type=_Version).version) != VERSION:
+        raise ValueError(f"version {version}, legal: {VERSION}")
+    meta = msgspec.json.decode(text, type=_Meta)
+    if missing := {"vllm", "device", "cuda"} - meta.facts.keys():
+        raise ValueError(f"facts without {sorted(missing)}")
+    lengths = tensors.take("prompt_lengths", torch.int32, None).tolist()
+    prompt_ids = tensors.take("prompt_ids", torch.int32, sum(lengths))
+    if min(lengths, default=0) < 1 or len(meta.digests) != len(lengths):
+        raise ValueError(
+            f"{len(meta.digests)} digests for prompts of {lengths} tokens; legal: one each, no empty prompt"
+        )
+    ids = tensors.take("ids", torch.int32, len(lengths), None)
+    twos = _unpack_top("top2", tensors, *ids.shape)
+    tops = _unpack_top("top", tensors, len(ids), -(-ids.shape[1] // meta.every))
     answers = list[Answer]()
-    for number, ids in enumerate(tensors["ids"].tolist()):
-        top = [tops[number][i // every] if i % every == 0 else two for i, two in enumerate(twos[number])]
-        answers.append({"ids": ids, "top": top, "digests": all_digests[number]})
-        if whole := _under(f"whole.{number}.", tensors):
-            answers[-1] |= {"index": None} | whole
-        if samples := _under(f"samples.{number}.", tensors):
-            positions = samples.pop("positions").tolist()
-            answers[-1]["samples"] = {"positions": positions, "index": None, "choices": None} | samples
-    meta["facts"]["handed_over"] = handed_over
-    return Golden(prompts=prompts, answers=answers, **meta | {"noise": [Noise(**n) for n in meta["noise"]]})
+    for number, (answer, tokens) in enumerate(zip(ids.tolist(), lengths, strict=True)):
+        top = [tops[number][i // meta.every] if i % meta.every == 0 else two for i, two in enumerate(twos[number])]
+        answers.append({"ids": answer, "top": top, "digests": meta.digests[number]})
+        answers[-1] |= _unpack_kv(tensors, number, meta.kv, tokens, len(answer))
+    tensors.check_all_taken()
+    known = {f.name: getattr(meta, f.name) for f in fields(Golden) if f.name not in ("prompts", "answers")}
+    prompts = [prompt.tolist() for prompt in prompt_ids.split(lengths)]
+    return Golden(prompts=prompts, answers=answers, **known | {"facts": meta.facts | {"handed_over": meta.handed_over}})
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Meta(_Version, forbid_unknown_fields=True):
+    """The JSON object of a golden file."""
+
+    model: str
+    weights: Literal["bf16", "fp8"]
+    kv: Literal["bf16", "fp8_ds_mla"]
+    mtp: bool
+    scale_rule: Literal["plain", "power_of_two"] | None
+    checkpoint: str
+    facts: dict[str, Any]
+    noise: list[Noise]
+    every: Annotated[int, msgspec.Meta(ge=1)]
+    digests: list[dict[str, str]]
+    handed_over: int
+
+
+class _Tensors:
+    """The tensors of a golden file, each taken once; ValueErrors name what was got and what is legal."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.left = tensors
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int | None) -> torch.Tensor:
+        """shape: None where any number will do."""
+        tensor = self.left.pop(name, None)
+        if tensor is None:
+            raise ValueError(f"no tensor {name}")
+        fits = tensor.dim() == len(shape) and all(b in (None, a) for a, b in zip(tensor.shape, shape, strict=True))
+        if tensor.dtype != dtype or not fits:
+            legal = ", ".join("any" if n is None else str(n) for n in shape)
+            raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype}, legal: [{legal}] {dtype}")
+        return tensor
+
+    def maybe(self, name: str, dtype: torch.dtype, *shape: int | None) -> torch.Tensor | None:
+        return self.take(name, dtype, *shape) if name in self.left else None
+
+    def check_all_taken(self) -> None:
+        if self.left:
+            raise ValueError(f"tensors without a meaning: {sorted(self.left)}")
+
+
+def _unpacked(packed: bytes) -> bytes:
+    decompressor = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+    data = decompressor.decompress(packed, MOST_UNPACKED)
+    if not decompressor.eof:
+        why = "cut off" if decompressor.needs_input else f"more than {MOST_UNPACKED:,} bytes unpacked"
+        raise ValueError(f"{len(packed):,} bytes of xz, {why}")
+    return data
+
+
+def _unpack_kv(tensors: _Tensors, number: int, kv: str, tokens: int, made: int) -> dict[str, Any]:
+    """Rows, index keys, choices and samples of one prompt, where they were kept."""
+    kept, width, end = dict[str, Any](), row_format(kv).row_bytes, tokens + made - 1
+    if f"whole.{number}.rows" in tensors.left:
+        part = _unpack_part(tensors, f"whole.{number}", width, tokens, made - 1, end)
+        kept |= {name: value for name, value in part.items() if name != "choices" or value is not None}
+    if (positions := tensors.maybe(f"samples.{number}.positions", torch.int64, None)) is not None:
+        places = positions.tolist()
+        if not all(tokens <= place < end for place in places):
+            raise ValueError(f"samples.{number}.positions: {places}, legal: {tokens} to {end - 1}")
+        part = _unpack_part(tensors, f"samples.{number}", width, len(places), len(places), end)
+        kept["samples"] = {"positions": places} | part
+    return kept
+
+
+def _unpack_part(
+    tensors: _Tensors, name: str, width: int, tokens: int, queries: int, end: int
+) -> dict[str, torch.Tensor | None]:
+    """end: no query can choose this position."""
+    rows = tensors.take(f"{name}.rows", torch.uint8, None, tokens, width)
+    index = tensors.maybe(f"{name}.index", torch.uint8, len(rows), tokens, INDEX_TOKEN_BYTES)
+    choices = tensors.maybe(f"{name}.choices", torch.int16, None, queries, None)
+    if choices is not None and choices.numel() and (most := int(choices.max())) >= end:
+        raise ValueError(f"{name}.choices: position {most}, legal: below {end}")
+    return {"rows": rows, "index": index, "choices": choices}
 
 
 def sample(answer: Answer, tokens: int, count: int) -> Samples:
@@ -238,17 +341,16 @@ def _pack_top(name: str, tops: list[Top]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unpack_top(name: str, tensors: dict[str, torch.Tensor]) -> list[Top]:
-    ids, logprobs = tensors[f"{name}_ids"].tolist(), tensors[f"{name}_logprobs"].tolist()
+def _unpack_top(name: str, tensors: _Tensors, prompts: int, positions: int) -> list[Top]:
+    ids = tensors.take(f"{name}_ids", torch.int32, prompts, positions, None)
+    logprobs = tensors.take(f"{name}_logprobs", torch.float32, *ids.shape)
+    if ids.shape[2] < 2:
+        raise ValueError(f"{name}_ids: the best {ids.shape[2]} tokens, legal: at least 2")
     return [
         [list(zip(i, lp, strict=True)) for i, lp in zip(at, values, strict=True)]
-        for at, values in zip(ids, logprobs, strict=True)
+        for at, values in zip(ids.tolist(), logprobs.tolist(), strict=True)
     ]
 
 
 def _named(prefix: str, parts: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {f"{prefix}.{name}": part for name, part in parts.items() if part is not None}
-
-
-def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

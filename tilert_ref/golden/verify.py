@@ -1,10 +1,11 @@
 """Holds our engine against golden files, on whatever device is there.
 
-    python -m tilert_ref.golden.verify FILE.golden ... --model-dir DIR [--device cuda]
+    tilert-ref verify FILE.golden ... --model-dir DIR [--device cuda]
 
 The engine gets vLLM's prompt KV (or, where the file has only samples of it, makes its own) and is fed vLLM's tokens, so
 every position is a comparison of its own. Compared are tokens, logprobs, the bytes of the planes on their way through
-our cache and back, the rows and index keys that decode writes, and the positions that the indexer chooses.
+our cache and back, the rows and index keys that decode writes, and the positions that the indexer chooses. The exit
+status is 1 if a token diverged or a byte was lost on its way through our cache, 2 if a file or an argument is wrong.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tilert_ref.connector.layout import FP8_DS_MLA, RowFormat, row_format_of_wid
 from tilert_ref.connector.planes import CODE_BYTES
 from tilert_ref.engine.numerics import HOPPER, vllm_kernels
 from tilert_ref.engine.ref import RefEngine, load_engine
-from tilert_ref.golden.recording import Answer, Golden, load_whole, read_golden
+from tilert_ref.golden.recording import Answer, Golden, checkpoint_digest, load_whole, read_golden
 from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, rows_of
 from tilert_ref.verdict import Verdict, judge
 
@@ -225,7 +226,13 @@ def compare_choice(report: Report, ours: Choice, theirs: torch.Tensor) -> None:
 
 
 def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
-    """The engine that this recording is for: cache format, scale rule and drafting as recorded."""
+    """The engine that this recording is for: cache format, scale rule and drafting as recorded.
+
+    Raises ValueError if model_dir is another checkpoint than the one that was recorded.
+    """
+    if (digest := checkpoint_digest(model_dir)) != golden.checkpoint:
+        which = f"{golden.model} with {golden.weights} weights"
+        raise ValueError(f"{model_dir}: checkpoint {digest}, recorded was {golden.checkpoint} ({which})")
     room = max(map(len, golden.prompts)) + len(golden.answers[0]["ids"]) + 1
     rule = {} if golden.scale_rule is None else {"kv_scale_rule": golden.scale_rule}
     kernels = HOPPER if golden.facts["cuda"] else vllm_kernels("cpu")
@@ -245,27 +252,40 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("tilert-ref verify", description=__doc__, formatter_class=form)
     parser.add_argument("files", nargs="+", help="golden files (scripts/record_golden.py writes them)")
     parser.add_argument("--model-dir", required=True, help="the checkpoint that was recorded; the file has its digest")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prompts", help="numbers of prompts, as 0,3,5; default: all")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="where the engine runs (default: %(default)s)")
+    parser.add_argument("--prompts", type=_numbers, help="numbers of prompts, as 0,3,5 (default: all)")
     parser.add_argument("--follow", type=int, default=1, help="repeat every Nth prompt in vLLM's order (default: all)")
     parser.add_argument("--json", type=Path, help="write the comparison of the last file here too")
     options = parser.parse_args(argv)
-    diverged = 0
-    for file in options.files:
-        golden = load_whole(file) if file.endswith(WHOLE) else read_golden(file)
-        numbers = [int(n) for n in options.prompts.split(",")] if options.prompts else range(len(golden.prompts))
-        engine = engine_for(golden, options.model_dir, options.device)
-        report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
-        print(
-            f"vLLM {golden.facts['vllm']} on {golden.facts['device']}, {golden.name}, against itself alone:",
-            *golden.noise,
-            sep="\n  ",
-        )
-        print(f"this engine on {options.device} against it:", *report.lines(), sep="\n  ")
-        diverged += report.tokens["diverged"]
-        if options.json:
-            options.json.write_bytes(msgspec.json.encode(report))
-    return 1 if diverged else 0
+    if options.follow < 1:
+        parser.error(f"--follow {options.follow}, legal: 1 or more")
+    try:
+        reports = [_verify_file(file, options) for file in options.files]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_bytes(msgspec.json.encode(reports[-1]))
+    return int(any(r.tokens["diverged"] or r.carried.equal < r.carried.total for r in reports))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _verify_file(file: str, options: argparse.Namespace) -> Report:
+    golden = load_whole(file) if file.endswith(WHOLE) else read_golden(file)
+    numbers = options.prompts or range(len(golden.prompts))
+    if wrong := [number for number in numbers if not 0 <= number < len(golden.prompts)]:
+        raise ValueError(f"{file}: no prompts {wrong}, legal: 0 to {len(golden.prompts) - 1}")
+    engine = engine_for(golden, options.model_dir, options.device)
+    report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
+    how = ", ".join(f"{name} {value}" for name, value in engine.facts.items())
+    facts = golden.facts
+    print(f"vLLM {facts['vllm']} on {facts['device']}, {golden.name}, against itself alone:", *golden.noise, sep="\n  ")
+    print(f"this engine on {options.device} ({how}) against it:", *report.lines(), sep="\n  ")
+    return report
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""scripts/record_golden.py where nothing can be recorded: it says what is missing, and that something failed."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "record_golden.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("record_golden", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["record_golden.py", *arguments])
+    return script.main()
+
+
+def test_names_and_beginnings_of_names(script: ModuleType) -> None:
+    glm = "tiny-glm5.fp8-weights.bf16-kv"
+    assert script.named([glm]) == {glm}, "a whole name is not a beginning of its .mtp"
+    assert script.named([glm + ".", "tiny-dsv32.bf16-weights.bf16"]) == {
+        glm + ".mtp",
+        "tiny-dsv32.bf16-weights.bf16-kv",
+        "tiny-dsv32.bf16-weights.bf16-kv.mtp",
+    }
+    with pytest.raises(ValueError, match=r"begins with 'glm'; legal: tiny-glm5\.fp8-weights\.fp8_ds_mla-kv, "):
+        script.named(["tiny-glm5", "glm"])
+
+
+def test_a_machine_that_cannot_record(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        run(script, monkeypatch, str(tmp_path / "out"))
+    assert stopped.value.code == 2
+    assert "a CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_to_verify(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "tiny-glm5.bf16-weights.bf16-kv"
+    assert run(script, monkeypatch, str(tmp_path), "--verify-only", "--only", name) == 1
+    assert f"{name}: no recording {tmp_path / 'raw' / name}.whole.pt" in capsys.readouterr().out
+
+
+def test_children_that_fail_or_never_end(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = script.Lab(tmp_path / "out", tmp_path / "raw", lanes=1, verify=False)
+    assert lab.run("good", ["-c", "import tilert_ref; print('made')"])
+    assert (tmp_path / "out" / "good.log").read_text() == "made\n"
+    assert not lab.run("bad", ["-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(script, "MOST_SECONDS", 0.5)
+    assert not lab.run("endless", ["-c", "import time; time.sleep(60)"])
+    assert lab.lanes.qsize() == max(1, torch.cuda.device_count())
+    said = capsys.readouterr().out
+    assert "good: done in" in said
+    assert "bad: FAILED, see its log" in said
+    assert "endless: FAILED, see its log" in said
