@@ -19,14 +19,15 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V
 
 import torch
 from vllm import LLM, SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.version import __version__
 
-from tilert_ref.connector.layout import BF16, FP8_DS_MLA, INDEX_PAGE, BufferLayout, model_profile, plane_views
+from tilert_ref.connector.layout import BF16, FP8_DS_MLA, BufferLayout, model_profile, plane_views
 from tilert_ref.connector.prefill_connector import TileRTConnector
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
 from tilert_ref.engine.make_tiny import make_tiny
+from tilert_ref.golden.recording import index_of_pages
+from tilert_ref.golden.vllm_spy import BlockSpy, index_tokens, token_rows
 
 MAX_SEQ_LEN, LAYERS = 2048, 3
 MODULE = "tilert_ref.connector.prefill_connector"
@@ -59,41 +60,22 @@ SCENARIOS = {
 }
 
 
-class Spy:
+class Spy(BlockSpy):
     """Block ids per request from the scheduler, caches from the plugin's own registration call."""
 
     def __init__(self) -> None:
-        self.blocks = dict[str, list[list[int]]]()
-        self.prompts = dict[str, int]()
-        self.steps = dict[str, int]()
-        self.hits = dict[str, int]()
+        super().__init__()
         self.caches = dict[str, torch.Tensor]()
 
     def install(self) -> None:
-        schedule, register = Scheduler.schedule, TileRTConnector.register_kv_caches
-
-        def spied(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-            output = schedule(scheduler, *args, **kwargs)
-            self.look(output)
-            return output
+        super().install()
+        register = TileRTConnector.register_kv_caches
 
         def remember(connector: TileRTConnector, kv_caches: dict[str, torch.Tensor]) -> None:
             self.caches.update(kv_caches)
             register(connector, kv_caches)
 
-        Scheduler.schedule, TileRTConnector.register_kv_caches = spied, remember
-
-    def look(self, output: Any) -> None:
-        for request in output.scheduled_new_reqs:
-            self.blocks[request.req_id] = [list(group) for group in request.block_ids]
-            self.prompts[request.req_id] = len(request.prompt_token_ids)
-            self.hits[request.req_id] = request.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for group, new in zip(self.blocks[name], added or [], strict=False):
-                group += new
-        for name in output.num_scheduled_tokens:
-            self.steps[name] = self.steps.get(name, 0) + 1
+        TileRTConnector.register_kv_caches = remember
 
 
 def main(name: str, out: str) -> None:
@@ -169,49 +151,18 @@ def compare(spy: Spy, name: str, layout: BufferLayout, buffer: torch.Tensor, seq
     """Bytes that were compared; raises AssertionError on the first layer that differs."""
     assert seq_len == expected, f"{seq_len} tokens announced, {expected} in the prompt"
     torch.cuda.synchronize()
-    compared = 0
+    compared, blocks = 0, spy.blocks[name][0]  # all layers share group 0's blocks in these models
     for cache_name, cache in spy.caches.items():
         layer = int(cache_name.split("layers.")[1].split(".")[0])
         kv, pe, pages = (view if view is None else view.cpu() for view in plane_views(layout, buffer, layer, seq_len))
         if "indexer" in cache_name:
-            got, theirs = index_tokens(pages, seq_len), vllm_index_tokens(spy, name, cache, seq_len)
+            got, theirs = index_of_pages(pages, seq_len), index_tokens(cache, blocks, seq_len).cpu()
         else:
-            got, theirs = torch.cat((kv, pe), dim=1), vllm_rows(spy, name, cache, seq_len)
+            got, theirs = torch.cat((kv, pe), dim=1), token_rows(cache, blocks, seq_len).cpu()
         assert theirs.any(), f"{cache_name} of {name} is all zero"
         assert torch.equal(got, theirs), f"{cache_name} of {name}: {int((got != theirs).sum())} bytes differ"
         compared += got.numel()
     return compared
-
-
-def slots(spy: Spy, name: str, cache: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(block, place within the block) of every token; all layers share group 0's blocks in these models."""
-    block = cache.shape[-2]
-    blocks = torch.tensor(spy.blocks[name][0])
-    tokens = torch.arange(seq_len)
-    per_id = max(1, -(-seq_len // (len(blocks) * block)))  # the manager's block may span several of the kernel's
-    tokens_per_id = block * per_id
-    return blocks[tokens // tokens_per_id] * per_id + tokens % tokens_per_id // block, tokens % block
-
-
-def vllm_rows(spy: Spy, name: str, cache: torch.Tensor, seq_len: int) -> torch.Tensor:
-    block, place = slots(spy, name, cache, seq_len)
-    return cache.cpu().view(torch.uint8).reshape(cache.shape[0], cache.shape[-2], -1)[block, place]
-
-
-def vllm_index_tokens(spy: Spy, name: str, cache: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """[tokens, 132]: 128 codes and 4 scale bytes; a block holds all codes, then all scales."""
-    block, place = slots(spy, name, cache, seq_len)
-    width = cache.shape[-2]
-    flat = cache.cpu().view(torch.uint8).reshape(cache.shape[0], -1)
-    codes = flat[:, : width * 128].view(len(flat), width, 128)[block, place]
-    scales = flat[:, width * 128 :].view(len(flat), width, 4)[block, place]
-    return torch.cat((codes, scales), dim=1)
-
-
-def index_tokens(pages: torch.Tensor, seq_len: int) -> torch.Tensor:
-    scales_at = INDEX_PAGE["scales"].offset
-    codes = pages[:, :scales_at].reshape(-1, 128)[:seq_len]
-    return torch.cat((codes, pages[:, scales_at:].reshape(-1, 4)[:seq_len]), dim=1)
 
 
 if __name__ == "__main__":

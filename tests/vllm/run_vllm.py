@@ -28,55 +28,30 @@ import psutil
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tilert_ref.connector.prefill_connector import TileRTConnector
+from tilert_ref.golden.vllm_spy import BlockSpy, token_rows
 
 CUSTOM_OPS = {"custom_ops": ["all", "-rotary_embedding"]}  # without it eager RoPE is wrong on a CPU
 
 
-class Spy:
-    """Block ids of every request, as the scheduler gives them out."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, list[int]] = {}
-        self.prompts: dict[str, int] = {}
-
-    def install(self) -> None:
-        original = Scheduler.schedule
-
-        def schedule(scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-            output = original(scheduler, *args, **kwargs)
-            self.look(output)
-            return output
-
-        Scheduler.schedule = schedule
-
-    def look(self, output: Any) -> None:
-        for request in output.scheduled_new_reqs:
-            self.blocks[request.req_id] = list(request.block_ids[0])
-            self.prompts[request.req_id] = len(request.prompt_token_ids)
-        cached = output.scheduled_cached_reqs
-        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            self.blocks[request_id] += added[0] if added else []
+class Spy(BlockSpy):
+    """The rows of every request's prompt, read through the blocks that the scheduler gives out."""
 
     def take_rows(self, caches: dict[str, torch.Tensor]) -> dict[str, dict[int, torch.Tensor]]:
         """Rows of the requests since the last call, whose blocks nobody else may have got meanwhile."""
-        used = [block for blocks in self.blocks.values() for block in set(blocks)]
+        used = [block for groups in self.blocks.values() for block in set(groups[0])]
         if len(set(used)) < len(used):
             raise RuntimeError("a block was given out twice within one batch")
         rows = self._rows(caches)
-        self.blocks.clear()
+        self.clear()
         return rows
 
     def _rows(self, caches: dict[str, torch.Tensor]) -> dict[str, dict[int, torch.Tensor]]:
         return {rid: {layer_of(name): self._read(rid, cache) for name, cache in caches.items()} for rid in self.blocks}
 
     def _read(self, request_id: str, cache: torch.Tensor) -> torch.Tensor:
-        cache = cache.squeeze(1)
-        block = cache.shape[1]
-        tokens = range(self.prompts[request_id])
-        return torch.stack([cache[self.blocks[request_id][t // block], t % block] for t in tokens]).view(torch.uint8)
+        return token_rows(cache, self.blocks[request_id][0], self.prompts[request_id])
 
 
 def layer_of(name: str) -> int:

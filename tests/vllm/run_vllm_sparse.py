@@ -22,8 +22,7 @@ from vllm import LLM, SamplingParams
 from vllm_cpu_sparse.attention import Request
 from vllm_cpu_sparse.indexer import TorchSparseIndexer
 
-CODES = 128
-SCALE = 4
+from tilert_ref.golden.vllm_spy import index_tokens
 
 
 class CacheSpy(Spy):
@@ -32,7 +31,7 @@ class CacheSpy(Spy):
     def take_rows(self, caches: dict[str, torch.Tensor]) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
         """Without the check that no block is used twice: a warm prefix cache shares them between requests."""
         rows = self._rows(caches)
-        self.blocks.clear()
+        self.clear()
         return rows
 
     def _rows(self, caches: dict[str, torch.Tensor]) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
@@ -45,14 +44,7 @@ class CacheSpy(Spy):
         return read
 
     def _keys(self, request_id: str, cache: torch.Tensor) -> torch.Tensor:
-        """Codes and scale of one token after the other, out of blocks that hold all codes first, then all scales."""
-        cache = cache.squeeze(1)
-        block, keys = cache.shape[1], []
-        for token in range(self.prompts[request_id]):
-            page, at = cache[self.blocks[request_id][token // block]].flatten(), token % block
-            scale = block * CODES + at * SCALE
-            keys.append(torch.cat([page[at * CODES : (at + 1) * CODES], page[scale : scale + SCALE]]))
-        return torch.stack(keys)
+        return index_tokens(cache, self.blocks[request_id][0], self.prompts[request_id])
 
 
 class ChoiceSpy:

@@ -1,7 +1,7 @@
 """Operators in the arithmetic of vLLM's kernels on NVIDIA Hopper (H100, H200), so that any device can match them.
 
 What is fixed here was found by comparing every operator of vLLM 0.26.0 on an H200 with candidates, value by value
-(docs/numerics.md, "Hopper", has the counts).
+(docs/numerics.md, "vLLM on an H200", has the counts).
 
 Tensor cores. A dot product is taken a few values at a time: 32 in fp8, 16 in bf16. The products and the running sum are
 aligned to the largest of their exponents, cut (toward zero) below 13 fraction bits of it in fp8, 25 in bf16, and added
