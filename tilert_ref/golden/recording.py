@@ -104,12 +104,14 @@ class Noise:
 class Keep:
     """What a golden file keeps of which prompts.
 
-    whole: all KV of the prompt, all choices of the indexer, and whole_samples decode positions. sampled: `samples`
-    decode positions. The best logprobs of all prompts are kept at each `every`th position, the best two at all.
+    whole: all KV of the prompt, all choices of the indexer, the first `lead` decode positions and `whole_samples` more.
+    sampled: `samples` decode positions. The best logprobs of all prompts are kept at each `every`th position, the best
+    two everywhere.
     """
 
     whole: Sequence[int] = ()
     sampled: Sequence[int] = ()
+    lead: int = 8
     whole_samples: int = 16
     samples: int = 2
     every: int = 8
@@ -176,9 +178,9 @@ def write_golden(path: str | Path, golden: Golden, keep: Keep) -> None:
     for number in keep.whole:
         tensors |= _named(f"whole.{number}", _prompt_part(golden.answers[number], len(golden.prompts[number])))
     for number in {*keep.whole, *keep.sampled}:
-        count = keep.whole_samples if number in keep.whole else keep.samples
+        lead, count = (keep.lead, keep.whole_samples) if number in keep.whole else (0, keep.samples)
         answer = golden.answers[number]
-        samples = answer.get("samples") or sample(answer, len(golden.prompts[number]), count)
+        samples = answer.get("samples") or sample(answer, len(golden.prompts[number]), lead, count)
         tensors |= _named(f"samples.{number}", samples | {"positions": torch.tensor(samples["positions"])})
     meta = _meta(golden)
     meta |= {"version": VERSION, "every": keep.every}
@@ -310,10 +312,11 @@ def _unpack_part(
     return {"rows": rows, "index": index, "choices": choices}
 
 
-def sample(answer: Answer, tokens: int, count: int) -> Samples:
-    """`count` decode positions of a whole answer, evenly over it."""
+def sample(answer: Answer, tokens: int, lead: int, count: int) -> Samples:
+    """The first `lead` decode positions of a whole answer, and `count` evenly over it."""
     fed = len(answer["ids"]) - 1
-    picked = torch.tensor([tokens + (2 * i + 1) * fed // (2 * count) for i in range(count)])
+    spread = {tokens + (2 * i + 1) * fed // (2 * count) for i in range(count)}
+    picked = torch.tensor(sorted({*range(tokens, tokens + min(lead, fed)), *spread}))
     index, choices = answer.get("index"), answer.get("choices")
     return {
         "positions": picked.tolist(),
@@ -321,6 +324,35 @@ def sample(answer: Answer, tokens: int, count: int) -> Samples:
         "index": None if index is None else index[:, picked],
         "choices": None if choices is None else choices[:, picked - tokens].sort(-1).values,
     }
+
+
+def beginning(answer: Answer, tokens: int, count: int) -> Answer:
+    """The first `count` tokens of an answer to a prompt of `tokens`."""
+    short: Answer = answer | {"ids": answer["ids"][:count], "top": answer["top"][:count]}
+    end = tokens + count - 1
+    if "choices" in answer:
+        short["choices"] = answer["choices"][:, : count - 1]
+    if samples := answer.get("samples"):
+        within = [i for i, position in enumerate(samples["positions"]) if position < end]
+        names = ("rows", "index", "choices")
+        parts = {name: None if samples[name] is None else samples[name][:, within] for name in names}
+        short["samples"] = {"positions": [samples["positions"][i] for i in within]} | parts
+    elif "rows" in answer:
+        short |= {name: None if answer[name] is None else answer[name][:, :end] for name in ("rows", "index")}
+    return short
+
+
+def recorded_rows(answer: Answer, tokens: int) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Decode position -> vLLM's row [layers, row bytes] and index key [layers, 132], where they are known."""
+    if samples := answer.get("samples"):
+        places = {position: i for i, position in enumerate(samples["positions"])}
+        rows, index = samples["rows"], samples["index"]
+    elif "rows" in answer:
+        rows, index = answer["rows"], answer.get("index")
+        places = {position: position for position in range(tokens, rows.shape[1])}
+    else:
+        return {}
+    return {p: (rows[:, i], None if index is None else index[:, i]) for p, i in places.items()}
 
 
 def _prompt_part(answer: Answer, tokens: int) -> dict[str, torch.Tensor | None]:

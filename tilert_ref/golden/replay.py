@@ -17,7 +17,7 @@ from tilert_ref.engine.decode import prefill, prefill_mtp, step
 from tilert_ref.engine.model import logits, mtp_forward
 from tilert_ref.engine.numerics import SumOrder
 from tilert_ref.engine.ref import RefEngine
-from tilert_ref.golden.recording import Answer, Noise, pages_of_index
+from tilert_ref.golden.recording import Answer, Noise, pages_of_index, recorded_rows
 from tilert_ref.verdict import Verdict, judge
 
 
@@ -123,7 +123,7 @@ def _decode(
     follow: torch.Tensor | None = None,
 ) -> Replay:
     rows, start, ids, written = [first], len(prompt), answer["ids"], Written(engine)
-    anchors = answer if follow is not None and answer["rows"].shape[1] == start + len(ids) - 1 else None
+    anchors = {} if follow is None else recorded_rows(answer, start)
     with watch_choices(follow) as chosen:
         for at in range(0, len(ids) - 1, window):
             fed = ids[at : min(at + window, len(ids) - 1)]
@@ -132,8 +132,8 @@ def _decode(
             if engine.num_mtp:
                 _draft_rows(engine, start + at, ids[at + 1 : at + 1 + len(fed)], hidden)
             written.note(start + at, len(fed))
-            if anchors is not None:
-                _anchor(engine, anchors, start + at)
+            if start + at in anchors:
+                _anchor(engine, start + at, *anchors[start + at])
     layers = engine.model.config.num_hidden_layers
     choices = [chosen.get(layer, []) for layer in range(layers)]
     return Replay(torch.cat(rows).cpu(), prefilled, *written.all(), choices)
@@ -154,11 +154,9 @@ class Written:
         return torch.cat(self.rows, dim=1), torch.cat(self.index, dim=1) if self.index else None
 
 
-def _anchor(engine: RefEngine, answer: Answer, position: int) -> None:
-    index = answer.get("index")
+def _anchor(engine: RefEngine, position: int, rows: torch.Tensor, index: torch.Tensor | None) -> None:
     for layer in range(len(engine.cache.rows)):
-        key = None if index is None else index[layer, position]
-        engine.cache.overwrite(layer, position, answer["rows"][layer, position], key)
+        engine.cache.overwrite(layer, position, rows[layer], None if index is None else index[layer])
 
 
 def _draft_rows(engine: RefEngine, first: int, next_ids: list[int], hidden: torch.Tensor) -> None:

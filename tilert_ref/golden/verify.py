@@ -23,7 +23,15 @@ from tilert_ref.connector.layout import FP8_DS_MLA, RowFormat, row_format_of_wid
 from tilert_ref.connector.planes import CODE_BYTES
 from tilert_ref.engine.numerics import HOPPER, vllm_kernels
 from tilert_ref.engine.ref import RefEngine, load_engine
-from tilert_ref.golden.recording import Answer, Golden, checkpoint_digest, load_whole, read_golden
+from tilert_ref.golden.recording import (
+    Answer,
+    Golden,
+    beginning,
+    checkpoint_digest,
+    load_whole,
+    read_golden,
+    recorded_rows,
+)
 from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, rows_of
 from tilert_ref.verdict import Verdict, judge
 
@@ -64,9 +72,9 @@ class Report:
     """What the comparison with one golden file came to.
 
     carried: bytes of planes that are the same after inject and reading back. decoded: per "layer field" the bytes that
-    decode wrote; followed: the same when decode attends to vLLM's own choices in vLLM's order. choices: sets of
-    positions, beyond index_topk. off_edge: for each set that differs, how far the worst of the differing tokens' scores
-    is from our edge, as a share of it: 0 is an exact tie.
+    decode wrote; followed: the same where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows.
+    choices: sets of positions, beyond index_topk. off_edge: for each set that differs, how far the worst of the
+    differing tokens' scores is from our edge, as a share of it: 0 is an exact tie.
     """
 
     tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
@@ -77,7 +85,8 @@ class Report:
     prefilled: dict[str, Share] = field(default_factory=dict)
     decoded: dict[str, Share] = field(default_factory=dict)
     followed: dict[str, Share] = field(default_factory=dict)
-    choices: Share = field(default_factory=Share)
+    choices: dict[str, Share] = field(default_factory=dict)
+    followed_choices: dict[str, Share] = field(default_factory=dict)
     off_edge: list[float] = field(default_factory=list)
 
     def merge(self, other: "Report") -> None:
@@ -89,11 +98,12 @@ class Report:
         self.largest_logprob_difference = max(self.largest_logprob_difference, other.largest_logprob_difference)
         self.smallest_gap = min(self.smallest_gap, other.smallest_gap)
         self.carried.merge(other.carried)
-        self.choices.merge(other.choices)
         for mine, theirs in (
             (self.prefilled, other.prefilled),
             (self.decoded, other.decoded),
             (self.followed, other.followed),
+            (self.choices, other.choices),
+            (self.followed_choices, other.followed_choices),
         ):
             for name, share in theirs.items():
                 mine.setdefault(name, Share()).merge(share)
@@ -105,19 +115,26 @@ class Report:
         yield f"vLLM's smallest gap between its two best: {self.smallest_gap:.4f}"
         yield f"planes to cache and back: {self.carried} bytes"
         for what, shares in (
-            ("own prefill", self.prefilled),
-            ("decode", self.decoded),
-            ("decode in vLLM's order", self.followed),
+            ("own prefill writes vLLM's bytes", self.prefilled),
+            ("decode writes vLLM's bytes", self.decoded),
+            ("decode in vLLM's order over vLLM's rows", self.followed),
+            ("chosen sets equal", self.choices),
+            ("chosen sets equal, in vLLM's order over vLLM's rows", self.followed_choices),
         ):
-            for name, share in sorted(shares.items()):
-                yield f"{what}, {name}: {share} bytes equal"
-        if self.choices.total:
-            ties = sum(off == 0 for off in self.off_edge)
-            worst = max(self.off_edge, default=0.0)
-            differ = f"{len(self.off_edge)} differ, {ties} of them in exact ties, furthest {worst:.2e} from the edge"
-            yield f"chosen positions: {self.choices} sets equal; {differ}"
+            if shares:
+                yield f"{what}: {', '.join(_by_layer(shares))}"
+        if off := self.off_edge:
+            yield f"{len(off)} sets differ, {off.count(0.0)} in exact ties, furthest off the edge {max(off):.1e}"
         for d in self.differences[:20]:
             yield f"  prompt {d.prompt} position {d.position}: {d.verdict}, {d.ours} for {d.theirs}, gap {d.gap:.4f}"
+
+
+def _by_layer(shares: dict[str, Share]) -> Iterable[str]:
+    """The fields of a layer taken together."""
+    layers = dict[str, Share]()
+    for name, share in sorted(shares.items()):
+        layers.setdefault(" ".join(name.split()[:2]), Share()).merge(share)
+    return (f"{layer} {share}" for layer, share in layers.items())
 
 
 def verify(
@@ -126,14 +143,20 @@ def verify(
     numbers: Sequence[int],
     progress: Callable[[str], None] = lambda line: None,
     follow: int = 1,
+    tokens: int | None = None,
 ) -> Report:
-    """Compares the prompts with these numbers; every `follow`th in vLLM's order too, where that was recorded."""
+    """Compares the prompts with these numbers, the whole answers or their first `tokens`; every `follow`th prompt in
+    vLLM's order too, where that was recorded."""
     report, started = Report(), time.monotonic()
     for done, number in enumerate(numbers):
         prompt, answer = golden.prompts[number], golden.answers[number]
+        if tokens is not None:
+            answer = beginning(answer, len(prompt), tokens)
         compare(report, engine, number, prompt, answer)
         if "choices" in answer and done % follow == 0:
-            compare_decoded(report.followed, replay(engine, prompt, answer, follow=True), len(prompt), answer)
+            followed = replay(engine, prompt, answer, follow=True)
+            past = compare_decoded(report.followed, followed, len(prompt), answer, leading=True)
+            compare_choices(report.followed_choices, [], followed, range(past + 1), answer["choices"])
         seconds = time.monotonic() - started
         progress(f"{golden.name}: prompt {done + 1} of {len(numbers)}, {len(prompt)} tokens, {seconds:.0f} s")
     return report
@@ -169,30 +192,32 @@ def compare_kv(report: Report, ours: Replay, tokens: int, answer: Answer) -> Non
     """Rows of our own prefill; rows and index keys that decode wrote, and what it chose, where they were recorded."""
     if (theirs := answer.get("rows")) is not None and ours.prefilled is not None:
         _by_field(report.prefilled, ours.prefilled, theirs[: len(ours.prefilled), :tokens])
-    if (at := compare_decoded(report.decoded, ours, tokens, answer)) is None:
-        return
-    samples = answer.get("samples")
-    choices = answer.get("choices") if samples is None else samples["choices"]
-    for layer, sets in enumerate(() if choices is None else choices):
-        for place, chosen in zip(at, sets, strict=True):
-            compare_choice(report, ours.choices[layer][place], chosen)
+    compare_decoded(report.decoded, ours, tokens, answer)
+    if (choices := answer.get("choices")) is not None:
+        compare_choices(report.choices, report.off_edge, ours, range(choices.shape[1]), choices)
+    elif (samples := answer.get("samples")) and samples["choices"] is not None:
+        at = [position - tokens for position in samples["positions"]]
+        compare_choices(report.choices, report.off_edge, ours, at, samples["choices"])
 
 
-def compare_decoded(shares: dict[str, Share], ours: Replay, tokens: int, answer: Answer) -> list[int] | None:
-    """Adds what decode wrote to `shares`; returns the places of decode that were recorded, None if there are none."""
-    fed = len(answer["ids"]) - 1
-    if samples := answer.get("samples"):
-        at, rows, index = [place - tokens for place in samples["positions"]], samples["rows"], samples["index"]
-    elif answer.get("rows") is not None and answer["rows"].shape[1] == tokens + fed:
-        at, rows, index = list(range(fed)), answer["rows"][:, tokens:], answer.get("index")
-        index = None if index is None else index[:, tokens:]
-    else:
-        return None
-    layers = len(ours.decoded)
-    _by_field(shares, ours.decoded[:, at], rows[:layers])
-    if index is not None and ours.decoded_index is not None:
-        _by_field(shares, ours.decoded_index[:, at], index[:layers])
-    return at
+def compare_decoded(
+    shares: dict[str, Share], ours: Replay, tokens: int, answer: Answer, *, leading: bool = False
+) -> int:
+    """Adds what decode wrote to `shares`, where vLLM's rows were recorded; returns how many they were.
+
+    leading: only places before which every row was recorded, so that a followed replay had vLLM's whole past.
+    """
+    recorded = recorded_rows(answer, tokens)
+    at = [position - tokens for position in recorded]
+    if leading:
+        at = [place for i, place in enumerate(at) if place == i]
+    if not at:
+        return 0
+    known, layers = [recorded[tokens + place] for place in at], len(ours.decoded)
+    _by_field(shares, ours.decoded[:, at], torch.stack([rows for rows, _ in known], dim=1)[:layers])
+    if ours.decoded_index is not None:
+        _by_field(shares, ours.decoded_index[:, at], torch.stack([key for _, key in known], dim=1)[:layers])
+    return len(at)
 
 
 def _by_field(shares: dict[str, Share], ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -213,16 +238,25 @@ def _fields(same: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
         yield name, same[:, row[name].offset : row[name].end]
 
 
-def compare_choice(report: Report, ours: Choice, theirs: torch.Tensor) -> None:
-    """theirs: int16 [index_topk], -1 for none. Where all tokens are taken there is nothing to compare."""
-    if ours.scores is None:
-        return
-    mine, others = set(ours.positions.tolist()), set(theirs[theirs >= 0].tolist())
-    report.choices.add(torch.tensor(mine == others))
-    if mine != others:
-        edge = ours.scores[ours.positions].min()
-        moved = ours.scores[torch.tensor(sorted(mine ^ others))]
-        report.off_edge.append(((moved - edge).abs().max() / edge.abs().clamp_min(1e-30)).item())
+def compare_choices(
+    shares: dict[str, Share], off_edge: list[float], ours: Replay, at: Sequence[int], theirs: torch.Tensor
+) -> None:
+    """theirs: int16 [layers, places, index_topk], -1 for none; `at` says which of our decode steps the places are, the
+    first ones. Where all tokens are taken there is nothing to compare."""
+    for layer, sets in enumerate(theirs):
+        for place, chosen in zip(at, sets, strict=False):
+            choice = ours.choices[layer][place]
+            if choice.scores is None:
+                continue
+            mine, others = set(choice.positions.tolist()), set(chosen[chosen >= 0].tolist())
+            shares.setdefault(f"layer {layer}", Share()).add(torch.tensor(mine == others))
+            if mine != others:
+                off_edge.append(_off_edge(choice, sorted(mine ^ others)))
+
+
+def _off_edge(choice: Choice, moved: list[int]) -> float:
+    edge = choice.scores[choice.positions].min()
+    return ((choice.scores[moved] - edge).abs().max() / edge.abs().clamp_min(1e-30)).item()
 
 
 def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
@@ -255,11 +289,12 @@ def main(argv: list[str] | None = None) -> int:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="where the engine runs (default: %(default)s)")
     parser.add_argument("--prompts", type=_numbers, help="numbers of prompts, as 0,3,5 (default: all)")
+    parser.add_argument("--tokens", type=int, help="only the first tokens of each answer")
     parser.add_argument("--follow", type=int, default=1, help="repeat every Nth prompt in vLLM's order (default: all)")
     parser.add_argument("--json", type=Path, help="write the comparison of the last file here too")
     options = parser.parse_args(argv)
-    if options.follow < 1:
-        parser.error(f"--follow {options.follow}, legal: 1 or more")
+    if options.follow < 1 or (options.tokens is not None and options.tokens < 2):
+        parser.error(f"--follow {options.follow} --tokens {options.tokens}, legal: from 1 and from 2 on")
     try:
         reports = [_verify_file(file, options) for file in options.files]
     except (ValueError, OSError) as error:
@@ -268,6 +303,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_bytes(msgspec.json.encode(reports[-1]))
     return int(any(r.tokens["diverged"] or r.carried.equal < r.carried.total for r in reports))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _numbers(text: str) -> list[int]:
@@ -280,7 +319,7 @@ def _verify_file(file: str, options: argparse.Namespace) -> Report:
     if wrong := [number for number in numbers if not 0 <= number < len(golden.prompts)]:
         raise ValueError(f"{file}: no prompts {wrong}, legal: 0 to {len(golden.prompts) - 1}")
     engine = engine_for(golden, options.model_dir, options.device)
-    report = verify(engine, golden, numbers, lambda line: print(line, file=sys.stderr), options.follow)
+    report = verify(engine, golden, numbers, _say, options.follow, options.tokens)
     how = ", ".join(f"{name} {value}" for name, value in engine.facts.items())
     facts = golden.facts
     print(f"vLLM {facts['vllm']} on {facts['device']}, {golden.name}, against itself alone:", *golden.noise, sep="\n  ")
