@@ -13,6 +13,8 @@ from tilert_ref.engine.numerics import SumOrder
 DOT_TOKENS = 32
 """Products of more tokens, so of prompts, are summed exactly: the tensor core's sums cost thirty times as much here."""
 
+KEPT_VALUES = 2**20
+
 
 @dataclass(frozen=True)
 class Fp8Matrix:
@@ -37,9 +39,12 @@ class Fp8Matrix:
             replace(self, codes=codes, scales=scales) for codes, scales in zip(self.codes, self.scales, strict=True)
         ]
 
-    @cached_property
     def operand(self) -> vllm_hopper.Operand:
-        """The codes of one matrix as Hopper's dot product takes them."""
+        """The codes of one matrix as Hopper's dot product takes them; kept for small ones, at six times their size."""
+        return self._kept_operand if self.codes.numel() <= KEPT_VALUES else vllm_hopper.operand(self.codes)
+
+    @cached_property
+    def _kept_operand(self) -> vllm_hopper.Operand:
         return vllm_hopper.operand(self.codes)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +84,7 @@ def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
 def fp8_dots(a: torch.Tensor, w: Fp8Matrix, block: int) -> torch.Tensor:
     """Codes a [T, 128] times the codes of one block of w's columns, [T, out] fp32."""
     if w.order is SumOrder.VLLM_HOPPER and len(a) <= DOT_TOKENS:
-        return vllm_hopper.fp8_dot(vllm_hopper.operand(a), w.operand.rows(block * BLOCK, BLOCK))
+        return vllm_hopper.fp8_dot(vllm_hopper.operand(a), w.operand().rows(block * BLOCK, BLOCK))
     columns = w.codes[:, block * BLOCK : (block + 1) * BLOCK]
     return (a.double() @ columns.double().T).float()
 
