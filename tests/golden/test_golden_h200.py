@@ -83,6 +83,7 @@ def test_what_was_recorded(golden: Golden) -> None:
     assert set(EDGE_PROMPTS) <= set(lengths)
     assert golden.facts["handed_over"] == len(lengths)
     assert golden.noise
+    assert not any("/" in value for value in golden.facts["env"].values()), "a place on some machine"
     assert whole_ones(golden)
     for number in whole_ones(golden):
         answer = golden.answers[number]

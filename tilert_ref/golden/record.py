@@ -134,7 +134,7 @@ class Recorder:
             "driver": driver() if cuda else "",
             "attention": sorted({type(layer).__name__ for layer in attention_backends(config)}),
             "engine": {k: v for k, v in self.plan["engine"].items() if k not in ("model", "kv_transfer_config")},
-            "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENV_FACTS) and len(v) < 20},
+            "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENV_FACTS) and _is_setting(v)},
             "chunked": bool(config.scheduler_config.enable_chunked_prefill),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "block_size": config.cache_config.block_size,
@@ -172,6 +172,11 @@ def check_handoff(arrived: tuple[torch.Tensor, torch.Tensor | None], made: Answe
 def attention_backends(config: Any) -> list[Any]:
     layers = config.compilation_config.static_forward_context.values()
     return [layer.impl for layer in layers if hasattr(layer, "impl")]
+
+
+def _is_setting(value: str) -> bool:
+    """Neither a place on this machine nor a name that vLLM made up for this run."""
+    return "/" not in value and len(value) < 20
 
 
 def driver() -> str:
