@@ -1,5 +1,6 @@
-"""One product for both kinds of weight: y = x W^T with W in bf16, or in block fp8 as vLLM multiplies it on CUDA."""
+"""One product for all kinds of weight: y = x W^T with W in bf16, in bf16 on Hopper, or in block fp8 as vLLM has it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,17 +53,61 @@ class Fp8Matrix:
         return dequantize_blocks(self.codes, self.scales).to(dtype)
 
 
-Matrix = torch.Tensor | Fp8Matrix
+@dataclass(frozen=True)
+class HopperMatrix:
+    """A bf16 matrix or a stack of them whose products are summed as Hopper's tensor cores do: on a GPU by its own,
+    elsewhere by vllm_hopper.py, for up to DOT_TOKENS tokens."""
+
+    weight: torch.Tensor  # [..., out, in] bf16
+
+    def __getitem__(self, index: int) -> "HopperMatrix":
+        """One matrix of a stack."""
+        return self._each[index]
+
+    @cached_property
+    def _each(self) -> list["HopperMatrix"]:
+        return [HopperMatrix(weight) for weight in self.weight]
+
+    @cached_property
+    def _kept_operand(self) -> vllm_hopper.Operand:
+        return vllm_hopper.bf16_operand(self.weight)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out] fp32."""
+        if len(x) > DOT_TOKENS:
+            return F.linear(x.float(), self.weight.float())
+        if x.is_cuda or self.weight.numel() > KEPT_VALUES:
+            return vllm_hopper.bf16_dot(x, self.weight)
+        return vllm_hopper.bf16_operand_dot(vllm_hopper.bf16_operand(x), self._kept_operand)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out] bf16."""
+        return F.linear(x, self.weight) if x.is_cuda or len(x) > DOT_TOKENS else self.product(x).to(x.dtype)
+
+
+Matrix = torch.Tensor | HopperMatrix | Fp8Matrix
 
 
 def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """x [T, in], w [out, in] -> [T, out] in x's dtype; the result is rounded once."""
+    if isinstance(w, HopperMatrix):
+        return w.linear(x)
     return fp8_product(x, w).to(x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
 
 
 def product(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """linear without the rounding at the end, [T, out] fp32."""
+    if isinstance(w, HopperMatrix):
+        return w.product(x)
     return fp8_product(x, w) if isinstance(w, Fp8Matrix) else F.linear(x.float(), w.float())
+
+
+def heads_product(x: torch.Tensor, w: torch.Tensor, order: SumOrder) -> torch.Tensor:
+    """Every head's vector times its matrix: x [T, H, K], w [H, K, N] -> [T, H, N] in x's dtype."""
+    if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS and not x.is_cuda:
+        heads = [vllm_hopper.bf16_dot(vectors, matrix.T) for vectors, matrix in zip(x.unbind(1), w, strict=True)]
+        return torch.stack(heads, dim=1).to(x.dtype)
+    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
 def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
@@ -97,7 +142,7 @@ def concat_rows(parts: list[Matrix]) -> Matrix:
     """
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
     if not fp8:
-        return torch.cat(parts)
+        return _join(torch.cat, parts)
     if len(fp8) < len(parts):
         raise ValueError("some are fp8 and some are not; legal: all or none")
     if any(part.codes.shape[0] % BLOCK for part in fp8[:-1]):
@@ -109,7 +154,14 @@ def stack(parts: list[Matrix]) -> Matrix:
     """Matrices of one kind and shape, [n, out, in]. ValueError if some are fp8 and others are not."""
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
     if not fp8:
-        return torch.stack(parts)
+        return _join(torch.stack, parts)
     if len(fp8) < len(parts):
         raise ValueError("some are fp8 and some are not; legal: all or none")
     return replace(fp8[0], codes=torch.stack([p.codes for p in fp8]), scales=torch.stack([p.scales for p in fp8]))
+
+
+def _join(how: Callable[[list[torch.Tensor]], torch.Tensor], parts: list[Matrix]) -> Matrix:
+    """Matrices in bf16, all with Hopper's sums or none."""
+    if isinstance(parts[0], HopperMatrix):
+        return HopperMatrix(how([part.weight for part in parts]))
+    return how(parts)

@@ -12,7 +12,7 @@ from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.indexer import lightning_index
-from tilert_ref.engine.linear import linear
+from tilert_ref.engine.linear import heads_product, linear
 from tilert_ref.engine.moe import mlp, moe
 from tilert_ref.engine.numerics import Pointwise
 from tilert_ref.engine.rope import apply_rope
@@ -78,12 +78,12 @@ def _absorbed(
     q_rope: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [T, H, L]
+    q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order)  # [T, H, L]
     if batch.absorbed:
         attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)  # [T, H, L]
     else:
         attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
-    return torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1)  # [T, H, v]
+    return heads_product(attended, w.w_uv, batch.kernels.order)  # [T, H, v]
 
 
 def _plain(
@@ -125,7 +125,7 @@ def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token
 
 def logits(w: Weights, hidden: torch.Tensor) -> torch.Tensor:
     """[T, D] -> [T, V] fp32; the product itself is rounded to the model's dtype, as in vLLM."""
-    return F.linear(hidden, w.head).float()
+    return linear(hidden, w.head).float()
 
 
 def mtp_forward(
@@ -143,10 +143,10 @@ def mtp_forward(
     embedded = torch.where(batch.positions[:, None] == 0, 0, F.embedding(next_ids, w.embed))  # [T, D]
     pair = torch.cat((rms_norm(embedded, w.enorm, eps, rule), rms_norm(hidden, w.hnorm, eps, rule)), -1)  # [T, 2 D]
     layer = config.num_hidden_layers  # the MTP layer's rows follow the main layers' in the cache
-    x = F.linear(pair, w.eh_proj)
+    x = linear(pair, w.eh_proj)
     x, residual, seen = decoder_layer(w.layer, config, cache, layer, batch, x, None, batch.seen())
     return rms_norm(residual + x, w.norm, eps, rule), seen
 
 
 def mtp_logits(w: MtpWeights, hidden: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden, w.head).float()
+    return linear(hidden, w.head).float()

@@ -55,12 +55,12 @@ def moe(w: MoeWeights, config: ModelConfig, x: torch.Tensor, kernels: Kernels) -
     return routed if w.shared is None else mlp(w.shared, x) + routed
 
 
-def router_logits(config: ModelConfig, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def router_logits(config: ModelConfig, x: torch.Tensor, gate: Matrix) -> torch.Tensor:
     """[T, E]. The GLM models route in fp32 (vLLM deepseek_v2.py, _get_moe_router_dtype; glm4_moe.py, GateLinear), the
     others in the model's dtype. For GLM-5 that is vLLM on CUDA; its CPU build rounds the product to bf16 first."""
     if config.architecture.startswith("Glm"):
-        return F.linear(x.float(), gate.float())
-    return F.linear(x, gate)
+        return product(x, gate)
+    return linear(x, gate)
 
 
 def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kernels: Kernels) -> torch.Tensor:

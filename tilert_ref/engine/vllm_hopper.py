@@ -30,15 +30,15 @@ BLOCK = 64
 class Operand(NamedTuple):
     """One side of a dot product, the long dimension first, so that sums over it run along memory."""
 
-    values: torch.Tensor  # fp32 [K, N]
-    exponents: torch.Tensor  # int8 [K, N]
+    values: torch.Tensor  # [K, N]
+    exponents: torch.Tensor  # [K, N]
 
     def rows(self, start: int, count: int) -> "Operand":
         return Operand(*(part[start : start + count] for part in self))
 
 
 def operand(codes: torch.Tensor) -> Operand:
-    """codes [N, K]: e4m3 values in any float dtype."""
+    """codes [N, K]: e4m3 values in any float dtype -> values in fp32, exponents in int8."""
     values = codes.T.float().contiguous()
     exponents = (
         ((values.view(torch.int32) >> 23 & 255) - 127).clamp_min_(MIN_EXPONENT).masked_fill_(values == 0, ZERO_EXPONENT)
@@ -75,24 +75,33 @@ def _cut(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & -(1 << 23 - FP8_BITS)).view(torch.float32)
 
 
+def bf16_operand(x: torch.Tensor) -> Operand:
+    """x [N, K]: bf16 values in any float dtype; values are kept in float64 here, exponents in int32."""
+    values = x.T.float().contiguous()
+    return Operand(values.double(), _exponents(values))
+
+
 def bf16_dot(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """bf16 values a [M, K] and b [N, K] in fp32, K a multiple of 16 -> total + a b^T, [M, N] fp32.
+    """bf16 values a [M, K] and b [N, K], K a multiple of 16 -> total + a b^T, [M, N] fp32.
 
     On a GPU its own tensor cores do it.
     """
     if a.is_cuda:
         product = torch.mm(a.bfloat16(), b.T.bfloat16(), out_dtype=torch.float32)
         return product if total is None else total + product
-    x, y = a.T.contiguous(), b.T.contiguous()
-    x_exp, y_exp = _exponents(x), _exponents(y)
-    x, y = x.double(), y.double()
-    total = a.new_zeros(len(a), len(b)) if total is None else total
-    for start in range(0, len(x), BF16_GROUP):
-        part = slice(start, start + BF16_GROUP)
-        top = (x_exp[part, :, None] + y_exp[part, None]).amax(0)  # [M, N]
+    return bf16_operand_dot(bf16_operand(a), bf16_operand(b), total)
+
+
+def bf16_operand_dot(a: Operand, b: Operand, total: torch.Tensor | None = None) -> torch.Tensor:
+    """bf16_dot on any device, of a [K, M] and b [K, N]."""
+    if total is None:
+        total = torch.zeros(a.values.shape[1], b.values.shape[1], device=a.values.device)
+    for start in range(0, len(a.values), BF16_GROUP):
+        x, y = a.rows(start, BF16_GROUP), b.rows(start, BF16_GROUP)
+        top = (x.exponents[:, :, None] + y.exponents[:, None]).amax(0)  # [M, N]
         top = torch.maximum(top, _exponents(total)).long()
         unit = (1023 + BF16_BITS - top << 52).view(torch.float64)  # 2^(bits - top)
-        sums = (x[part, :, None] * y[part, None]).mul_(unit).trunc_().sum(0)  # whole numbers, exact
+        sums = (x.values[:, :, None] * y.values[:, None]).mul_(unit).trunc_().sum(0)  # whole numbers, exact
         sums += (total.double() * unit).trunc_()
         total = (sums.div_(unit).view(torch.int64) & -(1 << 29)).view(torch.float64).float()  # toward zero
     return total

@@ -1,8 +1,9 @@
 """Weights of one MLA model as plain dataclasses of tensors, filled from a Hugging Face checkpoint.
 
 Names on the right are the checkpoint's; `x_proj` matrices are [out, in] as in torch.nn.Linear. kv_b_proj is also kept
-split into W_UK and W_UV, because absorbed decode multiplies by them on either side of attention. A Matrix is bf16, or
-block fp8 where the checkpoint has a scale NAME_scale_inv; a Tensor is never fp8.
+split into W_UK and W_UV, because absorbed decode multiplies by them on either side of attention. A Matrix is bf16
+(with Hopper's sums where those are followed), or block fp8 where the checkpoint has a scale NAME_scale_inv; a Tensor is
+never fp8.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import torch
 from tilert_ref.engine.block_fp8 import BLOCK, recast_ue8m0
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress, StrictTensors
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, Matrix, concat_rows, stack
-from tilert_ref.engine.numerics import TORCH, Kernels
+from tilert_ref.engine.linear import Fp8Matrix, HopperMatrix, Matrix, concat_rows, stack
+from tilert_ref.engine.numerics import TORCH, Kernels, SumOrder
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class IndexerWeights:
     """Lightning indexer (DeepSeek-V3.2 report, section 2.1). Hi index heads of width d = 128."""
 
     wq_b: Matrix  # [Hi * d, q_lora_rank]
-    wk: torch.Tensor  # [d, D]; dequantised where it is stored in fp8, as vLLM does to fuse it with weights_proj
+    wk: Matrix  # [d, D]; dequantised where it is stored in fp8, as vLLM does to fuse it with weights_proj
     k_norm: torch.Tensor  # [d] fp32
     k_norm_bias: torch.Tensor  # [d] fp32
-    weights_proj: torch.Tensor  # [Hi, D]
+    weights_proj: Matrix  # [Hi, D]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class MlpWeights:
 class MoeWeights:
     """E routed experts and the shared expert (DeepSeekMoE); the correction bias stays fp32 (case K4)."""
 
-    gate: torch.Tensor  # [E, D]
+    gate: Matrix  # [E, D]
     bias: torch.Tensor | None  # [E] fp32, e_score_correction_bias
     gate_up: Matrix  # [E, 2 * I, D]
     down: Matrix  # [E, D, I]
@@ -77,10 +78,10 @@ class MtpWeights:
     embed: torch.Tensor  # [V, D]
     enorm: torch.Tensor  # [D]
     hnorm: torch.Tensor  # [D]
-    eh_proj: torch.Tensor  # [D, 2 * D]
+    eh_proj: Matrix  # [D, 2 * D]
     layer: LayerWeights
     norm: torch.Tensor  # [D], shared_head.norm
-    head: torch.Tensor  # [V, D], shared_head.head
+    head: Matrix  # [V, D], shared_head.head
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Weights:
     embed: torch.Tensor  # [V, D]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [D]
-    head: torch.Tensor  # [V, D]
+    head: Matrix  # [V, D]
     mtp: MtpWeights | None
 
 
@@ -111,6 +112,17 @@ class _Loader:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.checkpoint.take(name, shape, dtype or self.dtype).to(self.device)
 
+    def matrix(self, weight: torch.Tensor) -> Matrix:
+        """A bf16 matrix that is multiplied as it is."""
+        hopper = self.order is SumOrder.VLLM_HOPPER and self.dtype is torch.bfloat16
+        return HopperMatrix(weight) if hopper else weight
+
+    def plain(self, w: Matrix) -> torch.Tensor:
+        """Its values, for other uses than a product."""
+        if isinstance(w, Fp8Matrix):
+            return w.dequantized(self.dtype)
+        return w.weight if isinstance(w, HopperMatrix) else w
+
     def linear(self, name: str, *shape: int) -> Matrix:
         """A linear layer's matrix [out, in]; vLLM's DeepGEMM has fp8 ones with power-of-two scales only."""
         w = self.stored(name, *shape)
@@ -122,7 +134,7 @@ class _Loader:
         """A matrix [out, in] as it is stored: bf16, or fp8 with its scales if the model is quantised and has them."""
         scale = f"{name}_scale_inv"
         if not self.config.block_fp8 or scale not in self.checkpoint:
-            return self.take(name, rows, columns)
+            return self.matrix(self.take(name, rows, columns))
         if rows % 64 or columns % BLOCK:
             # vLLM gives these to other kernels (utils/deep_gemm.py, should_use_deepgemm_for_fp8_linear), or to none.
             raise self.error(f"weight {name} is fp8 [{rows}, {columns}], legal: multiples of 64 and {BLOCK}")
@@ -137,8 +149,7 @@ class _Loader:
         c = self.config
         heads, latent, d = c.num_attention_heads, c.kv_lora_rank, c.hidden_size
         kv_b = self.linear(f"{p}kv_b_proj.weight", heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
-        wide = kv_b.dequantized(self.dtype) if isinstance(kv_b, Fp8Matrix) else kv_b
-        w_uk, w_uv = wide.view(heads, -1, latent).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        w_uk, w_uv = self.plain(kv_b).view(heads, -1, latent).split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         rank = c.q_lora_rank
         return AttentionWeights(
             q_a=self.linear(f"{p}q_a_proj.weight", rank, d) if rank else None,
@@ -159,11 +170,11 @@ class _Loader:
         wk = self.stored(f"{p}wk.weight", width, c.hidden_size)
         return IndexerWeights(
             wq_b=self.linear(f"{p}wq_b.weight", heads * width, c.q_lora_rank),
-            wk=wk.dequantized(self.dtype) if isinstance(wk, Fp8Matrix) else wk,
+            wk=self.matrix(self.plain(wk)),
             # Published in fp32 or bf16; vLLM computes this norm in fp32 either way.
             k_norm=self.take(f"{p}k_norm.weight", width, dtype=torch.float32),
             k_norm_bias=self.take(f"{p}k_norm.bias", width, dtype=torch.float32),
-            weights_proj=self.take(f"{p}weights_proj.weight", heads, c.hidden_size),
+            weights_proj=self.matrix(self.take(f"{p}weights_proj.weight", heads, c.hidden_size)),
         )
 
     def mlp(self, p: str, inner: int) -> MlpWeights:
@@ -201,7 +212,7 @@ class _Loader:
         biased = c.topk_method == "noaux_tc"
         bias_name = f"{p}gate.e_score_correction_bias"
         return MoeWeights(
-            gate=self.take(f"{p}gate.weight", c.n_routed_experts, c.hidden_size),
+            gate=self.matrix(self.take(f"{p}gate.weight", c.n_routed_experts, c.hidden_size)),
             bias=self.take(bias_name, c.n_routed_experts, dtype=torch.float32) if biased else None,
             gate_up=gate_up,
             down=down,
@@ -231,10 +242,10 @@ class _Loader:
             embed=own_or_shared("embed_tokens.weight", embed),
             enorm=self.take(f"{p}enorm.weight", d),
             hnorm=self.take(f"{p}hnorm.weight", d),
-            eh_proj=self.take(f"{p}eh_proj.weight", d, 2 * d),
+            eh_proj=self.matrix(self.take(f"{p}eh_proj.weight", d, 2 * d)),
             layer=self.layer(c.num_hidden_layers),
             norm=self.take(f"{p}shared_head.norm.weight", d),
-            head=own_or_shared("shared_head.head.weight", head),
+            head=self.matrix(own_or_shared("shared_head.head.weight", head)),
         )
 
     def skip_mtp(self) -> None:
@@ -276,7 +287,7 @@ def take_weights(
         embed=embed,
         layers=[load.layer(i) for i in range(config.num_hidden_layers)],
         norm=load.take("model.norm.weight", config.hidden_size),
-        head=head,
+        head=load.matrix(head),
         mtp=load.mtp(embed, head) if with_mtp else None,
     )
     if not with_mtp:

@@ -22,7 +22,7 @@ from tilert_ref.engine import indexer as dsa
 from tilert_ref.engine.attention import attend_absorbed, decode_kernel
 from tilert_ref.engine.cache import SCALE_READ
 from tilert_ref.engine.decode import Model
-from tilert_ref.engine.linear import linear
+from tilert_ref.engine.linear import heads_product, linear
 from tilert_ref.engine.model import add_rms_norm, logits
 from tilert_ref.engine.moe import experts, route, router_logits
 from tilert_ref.engine.rope import apply_rope
@@ -142,11 +142,11 @@ def attention(t: Token, w: AttentionWeights, layer: int, p: str) -> Compared:
     yield "row bytes", row, stored[t.batch.first :]
     chosen = t(f"model.layers.{c.indexer_of(layer)}.self_attn.indexer.indexer_op")[0]
     q_nope, q_rope = query.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-    q_latent = torch.bmm(q_nope.transpose(0, 1), w.w_uk).transpose(0, 1)  # [1, H, L]
+    q_latent = heads_product(q_nope, w.w_uk, t.batch.kernels.order)  # [1, H, L]
     kernel = decode_kernel(t.batch.kernels, sparse=True, fp8_rows=fp8)
     seen = [chosen[chosen >= 0].long()]
     attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)
-    out = torch.bmm(attended.transpose(0, 1), w.w_uv).transpose(0, 1).flatten(1)  # [1, H * v]
+    out = heads_product(attended, w.w_uv, t.batch.kernels.order).flatten(1)  # [1, H * v]
     yield "attention with W_UK and W_UV", out, t(p + "mla_attn.mla_attn")
     yield "o_proj", linear(t(p + "mla_attn.mla_attn"), w.o), t(p + "o_proj")
 
