@@ -39,6 +39,7 @@ from tilert_ref.golden.recording import (
     Noise,
     checkpoint_digest,
     load_whole,
+    recording_name,
     save_whole,
     write_golden,
 )
@@ -79,7 +80,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        return f"{self.model}.{self.weights}-weights.{self.kv}-kv{'.mtp' if self.mtp else ''}"
+        return recording_name(self.model, self.weights, self.kv, self.mtp)
 
 
 def scenarios() -> list[Scenario]:

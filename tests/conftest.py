@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return build
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints a line past pytest's capture."""
+
+    def line(text: str) -> None:
+        with capsys.disabled():
+            print("\n" + text, end="")
+
+    return line

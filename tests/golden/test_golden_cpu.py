@@ -80,15 +80,6 @@ def check(
     assert floor.flips == 0 and counts["diverged"] == 0
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    def line(text: str) -> None:
-        with capsys.disabled():
-            print("\n" + text, end="")
-
-    return line
-
-
 def test_tokens(golden: Recording, ours: list[Replay], say: Callable[[str], None]) -> None:
     alone = golden.rounds["alone"]
     counts = verdicts([o.ids for o in ours], alone, alone)

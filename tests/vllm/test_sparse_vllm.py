@@ -134,15 +134,6 @@ def served(
         lanes.shutdown(wait=False, cancel_futures=True)
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    def line(text: str) -> None:
-        with capsys.disabled():
-            print("\n" + text, end="")
-
-    return line
-
-
 def index_keys(pages: torch.Tensor, tokens: int) -> torch.Tensor:
     """Wire pages uint8 [n, 8448] -> code and scale bytes, token after token: [tokens, 132]."""
     codes, scales = pages.split([PAGE_TOKENS * CODE_BYTES, PAGE_TOKENS * SCALE_BYTES], dim=1)

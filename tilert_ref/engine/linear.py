@@ -15,6 +15,7 @@ DOT_TOKENS = 32
 """Products of more tokens, so of prompts, are summed exactly: the tensor core's sums cost thirty times as much here."""
 
 KEPT_VALUES = 2**20
+"""Matrices up to this size keep what the emulated sums need of them, at six times their size."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Fp8Matrix:
         ]
 
     def operand(self) -> vllm_hopper.Operand:
-        """The codes of one matrix as Hopper's dot product takes them; kept for small ones, at six times their size."""
+        """The codes of one matrix as Hopper's dot product takes them."""
         return self._kept_operand if self.codes.numel() <= KEPT_VALUES else vllm_hopper.operand(self.codes)
 
     @cached_property
@@ -68,6 +69,10 @@ class HopperMatrix:
     def _each(self) -> list["HopperMatrix"]:
         return [HopperMatrix(weight) for weight in self.weight]
 
+    def operand(self) -> vllm_hopper.Operand:
+        """The values of one matrix as the emulated dot product takes them."""
+        return self._kept_operand if self.weight.numel() <= KEPT_VALUES else vllm_hopper.bf16_operand(self.weight)
+
     @cached_property
     def _kept_operand(self) -> vllm_hopper.Operand:
         return vllm_hopper.bf16_operand(self.weight)
@@ -76,9 +81,9 @@ class HopperMatrix:
         """x [T, in] -> [T, out] fp32."""
         if len(x) > DOT_TOKENS:
             return F.linear(x.float(), self.weight.float())
-        if x.is_cuda or self.weight.numel() > KEPT_VALUES:
+        if x.is_cuda:
             return vllm_hopper.bf16_dot(x, self.weight)
-        return vllm_hopper.bf16_operand_dot(vllm_hopper.bf16_operand(x), self._kept_operand)
+        return vllm_hopper.bf16_operand_dot(vllm_hopper.bf16_operand(x), self.operand())
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out] bf16."""

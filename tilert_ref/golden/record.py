@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class Recorder:
     def alone(self, number: int, prompt: list[int], *, rows: bool) -> Answer:
         self.spy.clear()
         extra = self.desk.params if self.desk and rows else None
-        with watch_choices(self.llm) as choices:
+        watched = rows and self.plan.get("choices", False)  # a copy from the device a layer and step
+        with watch_choices(self.llm) if watched else nullcontext([]) as choices:
             made = self.generate(number, prompt, SamplingParams(**self.params, extra_args=extra), rows)
         if not rows:
             return made
@@ -102,7 +104,7 @@ class Recorder:
         made["index"] = self.caches.read_index(groups[0], tokens)
         if self.desk:
             check_handoff(self.desk.take(name.split("-")[0]), made, len(prompt))
-        if self.plan.get("choices") and choices:
+        if choices:
             fed = slice(1, self.plan["tokens"])  # the first pass is the prompt's
             made["choices"] = torch.stack([torch.stack(layer[fed]) for layer in choices])
         return made

@@ -117,6 +117,10 @@ class Keep:
     every: int = 8
 
 
+def recording_name(model: str, weights: str, kv: str, mtp: bool) -> str:
+    return f"{model}.{weights}-weights.{kv}-kv{'.mtp' if mtp else ''}"
+
+
 @dataclass(frozen=True)
 class Golden:
     """One recording of vLLM with the facts that it depends on.
@@ -138,7 +142,7 @@ class Golden:
 
     @property
     def name(self) -> str:
-        return f"{self.model}.{self.weights}-weights.{self.kv}-kv{'.mtp' if self.mtp else ''}"
+        return recording_name(self.model, self.weights, self.kv, self.mtp)
 
 
 def checkpoint_digest(directory: str | Path) -> str:

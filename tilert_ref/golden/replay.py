@@ -80,28 +80,33 @@ class Replay:
         return (self.logprobs[rows, ids] - theirs).abs().max().item()
 
 
-def replay(engine: RefEngine, prompt: list[int], answer: Answer, *, follow: bool = False) -> Replay:
-    """Token after token, as decode does it; the first token from a prefill of our own.
-
-    follow: attend to the positions that vLLM's indexer chose, in its order, instead of our own choice. vLLM's top-k
-    kernel leaves the order to a race between threads, and its attention rounds in blocks of that order. Where the rows
-    that vLLM's decode wrote are there, each takes the place of ours as soon as ours is noted: every step is then a
-    comparison of its own.
-    """
+def replay(engine: RefEngine, prompt: list[int], answer: Answer) -> Replay:
+    """Token after token, as decode does it; the first token from a prefill of our own."""
     hidden = own_prefill(engine, prompt, answer)
     first = logits(engine.model.weights, hidden[-1:])
     prefilled = rows_of(engine, 0, len(prompt))
     if "rows" in answer:
         engine.inject(_fitting(engine, prompt_kv(prompt, answer)))
-    chosen = answer["choices"] if follow else None
-    return _decode(engine, prompt, answer, first, prefilled, window=1, follow=chosen)
+    return _decode(engine, prompt, answer, first, prefilled, window=1)
 
 
-def replay_in_windows(engine: RefEngine, prompt: list[int], answer: Answer, window: int) -> Replay:
+def replay_followed(engine: RefEngine, prompt: list[int], answer: Answer) -> Replay:
+    """Token after token, attending to the positions that vLLM's indexer chose, in its order, instead of our own choice.
+
+    vLLM's top-k kernel leaves the order to a race between threads, and its attention rounds in blocks of that order.
+    Where rows that vLLM's decode wrote are there, each takes the place of ours as soon as ours is noted: every step is
+    then a comparison of its own.
+    """
+    return replay_in_windows(engine, prompt, answer, 1, follow=answer["choices"])
+
+
+def replay_in_windows(
+    engine: RefEngine, prompt: list[int], answer: Answer, window: int, follow: torch.Tensor | None = None
+) -> Replay:
     """`window` tokens in one pass, as drafts are verified; the first token from the last prompt token, fed again."""
     engine.inject(_fitting(engine, prompt_kv(prompt, answer)))
     first = step(engine.model, engine.cache, len(prompt) - 1, prompt[-1:], keep_rows=True)[1]
-    return _decode(engine, prompt, answer, first, None, window)
+    return _decode(engine, prompt, answer, first, None, window, follow)
 
 
 def own_prefill(engine: RefEngine, prompt: list[int], answer: Answer) -> torch.Tensor:

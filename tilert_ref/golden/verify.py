@@ -32,7 +32,7 @@ from tilert_ref.golden.recording import (
     read_golden,
     recorded_rows,
 )
-from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, rows_of
+from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, replay_followed, rows_of
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -154,7 +154,7 @@ def verify(
             answer = beginning(answer, len(prompt), tokens)
         compare(report, engine, number, prompt, answer)
         if "choices" in answer and done % follow == 0:
-            followed = replay(engine, prompt, answer, follow=True)
+            followed = replay_followed(engine, prompt, answer)
             past = compare_decoded(report.followed, followed, len(prompt), answer, leading=True)
             compare_choices(report.followed_choices, [], followed, range(past + 1), answer["choices"])
         seconds = time.monotonic() - started
