@@ -19,7 +19,7 @@ INDEX_QUERY_FLOOR = 1e-10
 """Smallest amax of an indexer vector that its scale still follows. vLLM has one for keys (cache_kernels.cu,
 indexer_k_quant_and_cache_kernel) and one for queries (sparse_attn_indexer.py and fp8_utils.py)."""
 
-_MIN_POWER_OF_TWO_INPUT = 1e-4
+SMALLEST_POWER_OF_TWO_RATIO = 1e-4
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _FLT_MIN = torch.finfo(torch.float32).tiny
 
@@ -54,7 +54,7 @@ def tile_scales(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     ratio = over_448(amax.float())
     if rule is ScaleRule.PLAIN:
         return ratio.clamp_min(_FLT_MIN)
-    return next_power_of_two(ratio.clamp_min(_MIN_POWER_OF_TWO_INPUT))
+    return next_power_of_two(ratio.clamp_min(SMALLEST_POWER_OF_TWO_RATIO))
 
 
 def over_448(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tilert_ref.engine import vllm_avx2, vllm_hopper
-from tilert_ref.engine.batch import Seen
+from tilert_ref.engine import tensor_cores, vllm_avx2, vllm_hopper
+from tilert_ref.engine.batch import Seen, Selected
+from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
 
 NEAREST = KernelRounding.NEAREST
@@ -67,6 +68,39 @@ def attend_absorbed(
         k = keys[chosen] if isinstance(chosen, slice) else keys.index_select(0, chosen)  # [n, L + R]
         attended.append(kernel.attend(q, k, width, scale))  # [H, L]
     return round_kernel(torch.stack(attended), q_latent.dtype, kernel.rounding)
+
+
+def attend_selected(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    seen: Seen,
+    scale: float,
+    kernel: DecodeKernel,
+) -> torch.Tensor:
+    """attend_absorbed over slots of the cache: on a Hopper GPU by its own tensor cores, straight from the stored rows
+    (triton_attention.py)."""
+    if not tensor_cores.there(q_latent):
+        chosen = [slots[:count] for slots, count in zip(seen.slots, seen.counts.tolist(), strict=True)]
+        return attend_absorbed(q_latent, q_rope, cache.read_slots(layer), chosen, scale, kernel)
+    query = torch.cat((q_latent, q_rope), dim=-1)  # [T, H, L + R]
+    chosen = selected(seen, cache.block_table, cache.block_size)
+    backwards = kernel.attend is vllm_hopper.attend_bf16_rows
+    arguments = cache.layer_rows(layer), chosen.slots, chosen.counts, q_latent.shape[-1], scale, backwards
+    return tensor_cores.attention().attend(query, *arguments)
+
+
+def selected(seen: Seen, block_table: torch.Tensor, block_size: int) -> Selected:
+    """What eager code has chosen as positions, for the kernels."""
+    if isinstance(seen, Selected):
+        return seen
+    device = block_table.device
+    positions = [torch.arange(s.stop, device=device) if isinstance(s, slice) else s for s in seen]
+    counts = torch.tensor([len(p) for p in positions], dtype=torch.int32, device=device)
+    padded = torch.nn.utils.rnn.pad_sequence(positions, batch_first=True)  # [T, n]
+    slots = block_table[padded // block_size] * block_size + padded % block_size
+    return Selected(slots.int(), counts)
 
 
 def attend_chosen(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tilert_ref.connector.rounding import E4M3_MAX, next_power_of_two, over_448
+from tilert_ref.engine import tensor_cores
 
 BLOCK = 128
 
@@ -126,6 +127,10 @@ def quantize_activations(x: torch.Tensor, rule: ActivationScale) -> tuple[torch.
     """
     if x.shape[1] % BLOCK:
         raise ValueError(f"activations of width {x.shape[1]}, legal: multiples of {BLOCK}")
+    if tensor_cores.there(x) and rule is not ActivationScale.FLASHINFER:
+        power = rule is ActivationScale.UE8M0
+        codes, scales = tensor_cores.pointwise().quantize(x, ACTIVATION_FLOOR, power, power)
+        return codes.unflatten(1, (-1, BLOCK)), scales
     groups = x.float().unflatten(1, (-1, BLOCK))  # [T, G, 128]
     amax = groups.abs().amax(dim=2)  # [T, G]
     if rule is ActivationScale.FLASHINFER and len(x) < FEW_ROWS:

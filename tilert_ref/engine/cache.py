@@ -17,12 +17,15 @@ from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM
 from tilert_ref.connector.planes import scatter_index_pages
 from tilert_ref.connector.rounding import (
     INDEX_KEY_FLOOR,
+    SMALLEST_POWER_OF_TWO_RATIO,
     ScaleRead,
     ScaleRule,
     dequantize_fp8_ds_mla,
     quantize_fp8_ds_mla,
     quantize_index,
 )
+from tilert_ref.engine import tensor_cores
+from tilert_ref.engine.batch import Selected
 from tilert_ref.engine.config import ModelConfig
 
 SCALE_BYTES = 4
@@ -89,34 +92,48 @@ class KVCache:
         """Positions [T] -> rows of the flattened pool [T]."""
         return self.block_table[positions // self.block_size] * self.block_size + positions % self.block_size
 
+    def everything(self, positions: torch.Tensor) -> Selected:
+        """For dense attention in a captured step: all slots in order, of which query t sees positions[t] + 1."""
+        slots = self.slots(torch.arange(len(self.block_table) * self.block_size, device=positions.device)).int()
+        return Selected(slots.expand(len(positions), -1).contiguous(), (positions + 1).int())
+
     def write(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Stores latent [T, L] and rope [T, R] of the given positions, quantised if the rows are fp8_ds_mla."""
+        if tensor_cores.there(latent) and latent.dtype == torch.bfloat16:
+            rule = self.scale_rule is ScaleRule.PLAIN, SMALLEST_POWER_OF_TWO_RATIO
+            at = self.layer_rows(layer), self.block_table, self.block_size, positions
+            return tensor_cores.pointwise().write_rows(*at, latent, rope, *rule)
         if self.scale_rule is None:
             rows = torch.cat((latent, rope), dim=-1)
         else:
             rows = quantize_fp8_ds_mla(latent, rope, self.scale_rule)
-        self._flat(layer)[self.slots(positions)] = rows
+        self.layer_rows(layer)[self.slots(positions)] = rows
 
     def read(self, layer: int, length: int) -> torch.Tensor:
         """Values of positions 0 .. length-1 in order, [length, L + R]: what attention sees, this step's tokens too."""
         rows = self.read_rows(layer, length)
         return rows if self.scale_rule is None else torch.cat(dequantize_fp8_ds_mla(rows, SCALE_READ), dim=-1)
 
+    def read_slots(self, layer: int) -> torch.Tensor:
+        """Values of all slots, [slots, L + R]."""
+        rows = self.layer_rows(layer)
+        return rows if self.scale_rule is None else torch.cat(dequantize_fp8_ds_mla(rows, SCALE_READ), dim=-1)
+
     def read_rows(self, layer: int, end: int, first: int = 0) -> torch.Tensor:
         """Rows of positions first .. end-1 as they are stored, [n, L + R] or uint8 [n, 656]."""
         positions = torch.arange(first, end, device=self.rows.device)
-        return self._flat(layer)[self.slots(positions)]
+        return self.layer_rows(layer)[self.slots(positions)]
 
     def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Stores both planes of positions 0 .. n-1 as they came (the two forms of api.LayerKV)."""
         positions = torch.arange(len(latent), device=self.rows.device)
         rows = torch.cat((latent, rope.view(latent.dtype)), dim=-1)
-        self._flat(layer)[self.slots(positions)] = rows.to(self.rows.device)
+        self.layer_rows(layer)[self.slots(positions)] = rows.to(self.rows.device)
 
     def overwrite(self, layer: int, position: int, row: torch.Tensor, index_key: torch.Tensor | None) -> None:
         """Puts stored bytes, uint8 [row bytes] and [132], in the place of what the engine wrote at a position."""
         at = torch.tensor([position], device=self.rows.device)
-        self._flat(layer)[self.slots(at)] = row.to(self.rows.device).view(self.rows.dtype)
+        self.layer_rows(layer)[self.slots(at)] = row.to(self.rows.device).view(self.rows.dtype)
         if index_key is not None:
             for part, values in zip(
                 self._index_parts(layer), index_key.split([self._code_bytes, SCALE_BYTES]), strict=True
@@ -125,6 +142,9 @@ class KVCache:
 
     def write_index(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> None:
         """Rounds and stores index keys [T, 128] of the given positions."""
+        if tensor_cores.there(keys) and self.index_dtype is torch.float8_e4m3fn:
+            at = self.index_pool(layer), self.block_table, self.block_size, positions
+            return tensor_cores.pointwise().write_index(*at, keys, INDEX_KEY_FLOOR)
         codes, scales = round_index(keys, self.index_dtype, INDEX_KEY_FLOOR)
         at = self._blocks(positions)
         for part, values in zip(self._index_parts(layer), (codes, scales[:, None]), strict=True):
@@ -151,15 +171,16 @@ class KVCache:
 
         As in vLLM the last two dimensions are one run of bytes, not tokens: codes first, then scales.
         """
-        return self._pool(layer).unflatten(1, (self.block_size, -1))
+        return self.index_pool(layer).unflatten(1, (self.block_size, -1))
 
-    def _pool(self, layer: int) -> torch.Tensor:
+    def index_pool(self, layer: int) -> torch.Tensor:
         """Index keys of a layer, uint8 [num_blocks, block_size * 132]."""
         if layer not in self.index_layers:
             raise ValueError(f"layer {layer} has no index keys, legal: layers with an indexer, {self.index_layers}")
         return self.index[self.index_layers.index(layer)]
 
-    def _flat(self, layer: int) -> torch.Tensor:
+    def layer_rows(self, layer: int) -> torch.Tensor:
+        """All rows of a layer by slot, [slots, row]: a view."""
         return self.rows[layer].view(-1, self.rows.shape[-1])
 
     @property
@@ -173,7 +194,7 @@ class KVCache:
     def _index_parts(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views: code bytes [num_blocks, block_size, 128 * itemsize] and scale bytes [num_blocks, block_size, 4]."""
         split = self.block_size * self._code_bytes
-        codes, scales = self._pool(layer).tensor_split([split], dim=1)
+        codes, scales = self.index_pool(layer).tensor_split([split], dim=1)
         return codes.unflatten(1, (self.block_size, -1)), scales.unflatten(1, (self.block_size, -1))
 
 
@@ -195,4 +216,7 @@ def round_index(x: torch.Tensor, dtype: torch.dtype, floor: float) -> tuple[torc
     """[..., 128] -> codes in `dtype` and fp32 scales [...]: vLLM's rounding for e4m3, none for float32."""
     if dtype is torch.float32:
         return x.float(), torch.ones(x.shape[:-1], device=x.device)
+    if tensor_cores.there(x) and x.dtype == torch.bfloat16:
+        codes, scales = tensor_cores.pointwise().quantize(x.view(len(x), -1), floor, True, False)
+        return codes.view(x.shape), scales.view(x.shape[:-1])
     return quantize_index(x, floor)

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from tilert_ref.connector.rounding import INDEX_QUERY_FLOOR
-from tilert_ref.engine import vllm_hopper
-from tilert_ref.engine.batch import Batch, Seen
+from tilert_ref.engine import tensor_cores, vllm_hopper
+from tilert_ref.engine.attention import selected
+from tilert_ref.engine.batch import Batch, Seen, Selected
 from tilert_ref.engine.cache import KVCache, round_index
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.linear import linear
 from tilert_ref.engine.numerics import Pointwise, SumOrder
-from tilert_ref.engine.rope import apply_rope
+from tilert_ref.engine.rope import apply_rope, rotate_on_device
 from tilert_ref.engine.weights import IndexerWeights
 
 K_NORM_EPS = 1e-6  # fixed by the reference code, not in config.json
@@ -44,25 +45,73 @@ def lightning_index(
     """
     if not batch.keep_rows:
         cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
-    seen: Seen = [positions for positions in batch.causal() if positions.stop <= config.index_topk]
-    if len(seen) == len(x):
-        return seen
+    lengths = batch.lengths()
+    if lengths is None:  # a captured step on a GPU
+        return choose_on_device(w, config, cache, layer, batch, x, c_q)
+    seen: Seen = [slice(0, length) for length in lengths if length <= config.index_topk]
+    if len(seen) < len(x):
+        later = [t[len(seen) :] for t in (x, c_q, batch.cos_sin, batch.positions)]
+        seen += rank(w, config, cache, layer, batch, *later, lengths[len(seen) :])
+    return selected(seen, cache.block_table, cache.block_size) if batch.captured else seen
 
-    x, c_q, cos_sin = (t[len(seen) :] for t in (x, c_q, batch.cos_sin))
+
+def rank(
+    w: IndexerWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    layer: int,
+    batch: Batch,
+    x: torch.Tensor,
+    c_q: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: list[int],
+) -> list[torch.Tensor]:
+    """The index_topk best of the first lengths[t] tokens for each query, which has more than that before it."""
     q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
     q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
     weights = index_weights(w, config, x, q_scale)  # [T, Hi]
-    k, k_scale = cache.read_index(layer, batch.end)  # [S, d], [S]
-    lengths = batch.lengths()[len(seen) :]
+    end = lengths[-1]
+    if batch.kernels.on_tensor_cores(q):
+        scores = scores_on_device(cache, layer, q, weights, positions)
+        later = torch.arange(end, device=q.device) > positions[:, None]  # [T, S]
+        return list(top_positions(scores[:, :end].masked_fill(later, float("-inf")), config.index_topk))
+    k, k_scale = cache.read_index(layer, end)  # [S, d], [S]
     order = batch.kernels.order if cache.index_dtype is torch.float8_e4m3fn else SumOrder.TORCH
+    best = list[torch.Tensor]()
     for start in range(0, len(x), QUERIES):
         part = slice(start, start + QUERIES)
         if batch.absorbed:
             scores = index_scores_apart(q[part].float(), weights[part], k, k_scale, lengths[part], order)
         else:
             scores = index_scores(q[part].float(), weights[part], k, k_scale, lengths[part])
-        seen += top_positions(scores, config.index_topk).unbind()
-    return seen
+        best += top_positions(scores, config.index_topk).unbind()
+    return best
+
+
+def choose_on_device(
+    w: IndexerWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    layer: int,
+    batch: Batch,
+    x: torch.Tensor,
+    c_q: torch.Tensor,
+) -> Selected:
+    """The same choice where the host knows neither the positions nor how many tokens are cached."""
+    q = index_queries(w, config, batch.cos_sin, c_q, batch.kernels.pointwise)
+    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
+    weights = index_weights(w, config, x, q_scale)  # [T, Hi]
+    scores = scores_on_device(cache, layer, q, weights, batch.positions)
+    return Selected(*tensor_cores.attention().choose(scores, cache.block_table, batch.positions, config.index_topk))
+
+
+def scores_on_device(
+    cache: KVCache, layer: int, q: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Eq. 1 by the tensor cores, fp32 [T, capacity of the cache]; behind a query's position it is undefined."""
+    pool = cache.index_pool(layer)
+    return tensor_cores.attention().index_scores(q, weights, pool, cache.block_table, positions)
 
 
 def index_queries(
@@ -75,15 +124,22 @@ def index_queries(
 
 def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """x [T, D] -> k [T, d]. LayerNorm with a bias, in fp32, rounded once."""
-    k = linear(x, w.wk).float()  # [T, d]
+    k = linear(x, w.wk)  # [T, d]
+    if batch.kernels.on_tensor_cores(k):
+        k = tensor_cores.pointwise().layer_norm(k, w.k_norm, w.k_norm_bias, K_NORM_EPS)
+        return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
+    k = k.float()
     k = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
     return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
 
 
 def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
     """x [T, D], q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
-    weights = linear(x, w.weights_proj).float() * q_scale
-    return weights * config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+    weights = linear(x, w.weights_proj)
+    factors = config.index_head_dim**-0.5, config.index_n_heads**-0.5
+    if tensor_cores.there(weights):
+        return tensor_cores.pointwise().scale_weights(weights, q_scale, *factors)
+    return weights.float() * q_scale * factors[0] * factors[1]
 
 
 def index_scores(
@@ -144,5 +200,7 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor, rule: Pointwise) -> torch.Tensor:
     """RoPE on the first qk_rope_head_dim values of x [T, ..., d]. The pairing is the indexer's own (case K3)."""
+    if rule is Pointwise.FUSED and tensor_cores.there(x):
+        return rotate_on_device(x, cos_sin, config.indexer_rope_interleave)
     rope, rest = x[..., : config.qk_rope_head_dim], x[..., config.qk_rope_head_dim :]
     return torch.cat((apply_rope(rope, cos_sin, rule, interleaved=config.indexer_rope_interleave), rest), dim=-1)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import vllm_hopper
+from tilert_ref.engine import tensor_cores, vllm_hopper
 from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
 from tilert_ref.engine.numerics import SumOrder
 
@@ -56,8 +56,8 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class HopperMatrix:
-    """A bf16 matrix or a stack of them whose products are summed as Hopper's tensor cores do: on a GPU by its own,
-    elsewhere by vllm_hopper.py, for up to DOT_TOKENS tokens."""
+    """A bf16 matrix or a stack of them whose products are summed as Hopper's tensor cores do: on a Hopper GPU by its
+    own, elsewhere by vllm_hopper.py, for up to DOT_TOKENS tokens."""
 
     weight: torch.Tensor  # [..., out, in] bf16
 
@@ -79,15 +79,17 @@ class HopperMatrix:
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out] fp32."""
+        if tensor_cores.there(x):
+            return tensor_cores.products().bf16_product(x, self.weight, torch.float32)
         if len(x) > DOT_TOKENS:
             return F.linear(x.float(), self.weight.float())
-        if x.is_cuda:
-            return vllm_hopper.bf16_dot(x, self.weight)
         return vllm_hopper.bf16_operand_dot(vllm_hopper.bf16_operand(x), self.operand())
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] -> [T, out] bf16."""
-        return F.linear(x, self.weight) if x.is_cuda or len(x) > DOT_TOKENS else self.product(x).to(x.dtype)
+        if tensor_cores.there(x):
+            return tensor_cores.products().bf16_product(x, self.weight, x.dtype)
+        return F.linear(x, self.weight) if len(x) > DOT_TOKENS else self.product(x).to(x.dtype)
 
 
 Matrix = torch.Tensor | HopperMatrix | Fp8Matrix
@@ -97,26 +99,40 @@ def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """x [T, in], w [out, in] -> [T, out] in x's dtype; the result is rounded once."""
     if isinstance(w, HopperMatrix):
         return w.linear(x)
-    return fp8_product(x, w).to(x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
+    return fp8_product(x, w, x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
 
 
 def product(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """linear without the rounding at the end, [T, out] fp32."""
     if isinstance(w, HopperMatrix):
         return w.product(x)
-    return fp8_product(x, w) if isinstance(w, Fp8Matrix) else F.linear(x.float(), w.float())
+    return fp8_product(x, w, torch.float32) if isinstance(w, Fp8Matrix) else F.linear(x.float(), w.float())
+
+
+def experts_product(x: torch.Tensor, w: Matrix, expert_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Row p of the result is token p // (P / T) of x times the matrix of expert_ids[p]; x [T, in] -> [P, out].
+
+    On a Hopper GPU only (tensor_cores.py): the matrices are looked up on the device.
+    """
+    if isinstance(w, HopperMatrix):
+        return tensor_cores.products().bf16_product(x, w.weight, dtype, expert_ids)
+    codes, scales = quantize_activations(x, w.rule)
+    return tensor_cores.products().fp8_product(codes.flatten(1), scales, w.codes, w.scales, dtype, expert_ids)
 
 
 def heads_product(x: torch.Tensor, w: torch.Tensor, order: SumOrder) -> torch.Tensor:
     """Every head's vector times its matrix: x [T, H, K], w [H, K, N] -> [T, H, N] in x's dtype."""
-    if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS and not x.is_cuda:
+    if order is SumOrder.VLLM_HOPPER and tensor_cores.there(x):
+        return tensor_cores.products().heads_product(x, w.transpose(1, 2).contiguous())
+    if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS:
         heads = [vllm_hopper.bf16_dot(vectors, matrix.T) for vectors, matrix in zip(x.unbind(1), w, strict=True)]
         return torch.stack(heads, dim=1).to(x.dtype)
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
-def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
-    """sum over blocks b of K: (a_b . w_b) * a_scale_b * w_scale_b, fp32 [T, out], a the quantised x [T, K].
+def fp8_product(x: torch.Tensor, w: Fp8Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """sum over blocks b of K: (a_b . w_b) * a_scale_b * w_scale_b, rounded once to dtype, [T, out], a the quantised x
+    [T, K].
 
     DeepGEMM, sm90_fp8_gemm_1d2d.cuh, and vLLM's fused_moe_kernel: a product per block of 128, scaled, added up in fp32.
     Within a block the sum is either Hopper's (vllm_hopper.py) or exact (float64 holds every sum of 128 products), then
@@ -124,11 +140,13 @@ def fp8_product(x: torch.Tensor, w: Fp8Matrix) -> torch.Tensor:
     only up to DOT_TOKENS of them, in a prompt or of those that an expert gets of it, have Hopper's sums.
     """
     a, a_scales = quantize_activations(x, w.rule)  # [T, B, 128], [T, B]
+    if w.order is SumOrder.VLLM_HOPPER and tensor_cores.there(x):
+        return tensor_cores.products().fp8_product(a.flatten(1), a_scales, w.codes, w.scales, dtype)
     out = x.new_zeros(len(x), w.codes.shape[0], dtype=torch.float32)
     w_scales = w.scales.repeat_interleave(BLOCK, dim=0)[: out.shape[1]]  # [out, B]
     for b in range(a.shape[1]):
         out += fp8_dots(a[:, b], w, b) * a_scales[:, b, None] * w_scales[:, b]
-    return out
+    return out.to(dtype)
 
 
 def fp8_dots(a: torch.Tensor, w: Fp8Matrix, block: int) -> torch.Tensor:

@@ -7,7 +7,14 @@ and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does. Wher
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine.attention import DecodeKernel, attend_absorbed, attend_chosen, attend_plain, decode_kernel
+from tilert_ref.engine import tensor_cores
+from tilert_ref.engine.attention import (
+    attend_absorbed,
+    attend_chosen,
+    attend_plain,
+    attend_selected,
+    decode_kernel,
+)
 from tilert_ref.engine.batch import Batch, Seen
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
@@ -21,6 +28,8 @@ from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: Pointwise) -> torch.Tensor:
     """w * x / sqrt(mean(x^2) + eps): fp32 inside; NATIVE rounds to the weight's dtype before the product."""
+    if rule is Pointwise.FUSED and tensor_cores.there(x):
+        return tensor_cores.pointwise().add_rms_norm(x, None, weight, eps)[0]
     x = x.float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return x.to(weight.dtype) * weight if rule is Pointwise.NATIVE else (x * weight.float()).to(weight.dtype)
@@ -32,6 +41,8 @@ def add_rms_norm(
     """(norm(x + residual), x + residual); without a residual the stream starts at x."""
     if residual is None:
         return rms_norm(x, weight, eps, rule), x
+    if rule is Pointwise.FUSED and tensor_cores.there(x):
+        return tensor_cores.pointwise().add_rms_norm(x, residual, weight, eps)
     total = x.float() + residual.float()
     stream = total.to(x.dtype)
     return rms_norm(total if rule is Pointwise.NATIVE else stream, weight, eps, rule), stream
@@ -56,32 +67,35 @@ def attention(
         c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps, rule)  # [T, L]
         cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin, rule))
-    rows = cache.read(layer, batch.end)  # [S, L + rope]
 
     if w.indexer is not None and batch.chosen is None:
         seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
     if batch.absorbed or c.index_topk is not None:
-        kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
-        out = _absorbed(w, c, batch, seen, kernel, q_nope, q_rope, rows)
+        out = _absorbed(w, c, cache, layer, batch, q_nope, q_rope, seen)
     else:
-        out = _plain(w, c, batch, q_nope, q_rope, rows)
+        out = _plain(w, c, batch, q_nope, q_rope, cache.read(layer, batch.end))
     return linear(out.flatten(1), w.o), seen
 
 
 def _absorbed(
     w: AttentionWeights,
     c: ModelConfig,
+    cache: KVCache,
+    layer: int,
     batch: Batch,
-    seen: Seen,
-    kernel: DecodeKernel,
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
-    rows: torch.Tensor,
+    seen: Seen,
 ) -> torch.Tensor:
     q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order)  # [T, H, L]
-    if batch.absorbed:
+    kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
+    if batch.captured or batch.kernels.on_tensor_cores(q_latent):
+        attended = attend_selected(q_latent, q_rope, cache, layer, seen, c.softmax_scale, kernel)  # [T, H, L]
+    elif batch.absorbed:
+        rows = cache.read(layer, batch.end)  # [S, L + rope]
         attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)  # [T, H, L]
     else:
+        rows = cache.read(layer, batch.end)  # [S, L + rope]
         attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
     return heads_product(attended, w.w_uv, batch.kernels.order)  # [T, H, v]
 

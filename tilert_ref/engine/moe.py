@@ -7,17 +7,24 @@ _grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are cho
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import vllm_avx2
+from tilert_ref.engine import tensor_cores, vllm_avx2
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, Matrix, linear, product
+from tilert_ref.engine.linear import Fp8Matrix, Matrix, experts_product, linear, product
 from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
 
 def mlp(w: MlpWeights, x: torch.Tensor) -> torch.Tensor:
     """SwiGLU, [T, D] -> [T, D]; silu(gate) is rounded before the product (vLLM SiluAndMul, native)."""
-    gate, up = linear(x, w.gate_up).chunk(2, dim=-1)  # [T, I] each
-    return linear(F.silu(gate) * up, w.down)
+    return linear(silu_and_mul(linear(x, w.gate_up)), w.down)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2 I] -> silu(gate) * up [T, I]."""
+    if tensor_cores.there(gate_up):
+        return tensor_cores.pointwise().silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,11 +33,16 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
     noaux_tc: the bias steers the choice only; the weights are the unbiased scores of the chosen (case K4: computing
     (bias + s) - bias instead loses them). Groups: only experts of the topk_group best groups may be chosen.
     """
+    if tensor_cores.there(logits) and config.n_group == 1:
+        sigmoid = config.scoring_func == "sigmoid"
+        chosen = config.num_experts_per_tok, config.norm_topk_prob
+        return tensor_cores.pointwise().route(logits, bias, sigmoid, *chosen)
     scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
     choice = scores if bias is None else scores + bias  # [T, E]
     if config.n_group > 1 and config.topk_method != "greedy":
         choice = _mask_groups(config, choice, by_pairs=bias is not None)
-    ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices  # [T, k]
+    # On a GPU unsorted ids come in any order, and with them the sum over a token's experts.
+    ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=logits.is_cuda).indices  # [T, k]
     weights = scores.gather(1, ids)
     if config.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -49,6 +61,8 @@ def _mask_groups(config: ModelConfig, choice: torch.Tensor, by_pairs: bool) -> t
 def moe(w: MoeWeights, config: ModelConfig, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """[T, D] -> [T, D]: weighted routed experts times routed_scaling_factor, plus the shared expert."""
     weights, ids = route(config, router_logits(config, x, w.gate), w.bias)
+    if kernels.on_tensor_cores(x) and len(x) <= tensor_cores.FEW_TOKENS:
+        return _moe_on_device(w, config, x, weights, ids)
     routed = experts(w, x, weights, ids, kernels)
     if config.routed_scaling_factor != 1.0:
         routed = routed * config.routed_scaling_factor
@@ -95,7 +109,18 @@ def experts_cuda(
     outputs = x.new_empty(*ids.shape, x.shape[1])  # [T, k, D]
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = linear(x[token], gate_up[expert]).chunk(2, dim=-1)  # [n, I]
-        expert_out = product(F.silu(gate) * up, down[expert])  # [n, D] fp32
+        inner = silu_and_mul(linear(x[token], gate_up[expert]))  # [n, I]
+        expert_out = product(inner, down[expert])  # [n, D] fp32
         outputs[token, slot] = (expert_out * weights[token, slot, None]).to(x.dtype)
     return outputs.float().sum(dim=1).to(x.dtype)
+
+
+def _moe_on_device(
+    w: MoeWeights, config: ModelConfig, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """moe of a few tokens on a Hopper GPU, without a look at the ids from the host: a row for each token and expert."""
+    pairs = ids.flatten()  # [T * k]
+    inner = silu_and_mul(experts_product(x, w.gate_up, pairs, x.dtype))  # [T * k, I]
+    outputs = experts_product(inner, w.down, pairs, torch.float32)  # [T * k, D]
+    shared = None if w.shared is None else mlp(w.shared, x)
+    return tensor_cores.pointwise().combine_experts(outputs, weights, config.routed_scaling_factor, shared, x.dtype)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.block_fp8 import ActivationScale
 
 
@@ -55,6 +56,10 @@ class Kernels:
     order: SumOrder = SumOrder.TORCH
     pointwise: Pointwise = Pointwise.NATIVE
     fp8: ActivationScale = ActivationScale.UE8M0
+
+    def on_tensor_cores(self, x: torch.Tensor) -> bool:
+        """Whether x is on a Hopper GPU and its arithmetic is the one that is followed."""
+        return self.order is SumOrder.VLLM_HOPPER and tensor_cores.there(x)
 
 
 TORCH = Kernels()

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.config import ModelConfig, YarnScaling, yarn_mscale
 from tilert_ref.engine.numerics import Pointwise
 
@@ -56,6 +57,8 @@ def apply_rope(
     interleaved: pairs (x0,x1), (x2,x3), ...: MLA's q_pe and k_pe in every model of the family (is_neox_style=False in
     vLLM) and GLM-5's indexer. Otherwise half-split pairs (x0,xd/2), ...: DeepSeek-V3.2's indexer. Case K3.
     """
+    if rule is Pointwise.FUSED and tensor_cores.there(x):
+        return rotate_on_device(x, cos_sin, interleaved)
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (x.shape[-1] // 2,)
     cos, sin = cos_sin[:, 0].view(shape), cos_sin[:, 1].view(shape)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
@@ -64,3 +67,9 @@ def apply_rope(
     rotated = a * cos - b * sin, b * cos + a * sin
     out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return out.to(x.dtype) if rule is Pointwise.FUSED else out
+
+
+def rotate_on_device(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """apply_rope, FUSED, on the first values of x [T, ..., d], as many as cos_sin [T, 2, R / 2] has angles for."""
+    heads = x if x.dim() == 3 else x[:, None]
+    return tensor_cores.pointwise().rope(heads, cos_sin, interleaved, 2 * cos_sin.shape[2]).view(x.shape)

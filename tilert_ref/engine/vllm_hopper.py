@@ -82,13 +82,7 @@ def bf16_operand(x: torch.Tensor) -> Operand:
 
 
 def bf16_dot(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """bf16 values a [M, K] and b [N, K], K a multiple of 16 -> total + a b^T, [M, N] fp32.
-
-    On a GPU its own tensor cores do it.
-    """
-    if a.is_cuda:
-        product = torch.mm(a.bfloat16(), b.T.bfloat16(), out_dtype=torch.float32)
-        return product if total is None else total + product
+    """bf16 values a [M, K] and b [N, K], K a multiple of 16 -> total + a b^T, [M, N] fp32."""
     return bf16_operand_dot(bf16_operand(a), bf16_operand(b), total)
 
 
@@ -115,7 +109,7 @@ def attend_fp8_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, s
     """
     outputs, sums = [], []
     for scores, block in _blocks(bf16_dot(query, rows), rows):
-        top = scores.amax(-1, keepdim=True) * _log2(scale)
+        top = scores.amax(-1, keepdim=True) * log2_scale(scale)
         weights = _exp2(scores, scale, top)
         total = weights.sum(-1, keepdim=True)
         outputs.append(bf16_dot(_rounded(weights), block[:, :value_width].T) / total)  # [H, V]
@@ -135,8 +129,8 @@ def attend_bf16_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, 
     out = query.new_zeros(len(query), value_width)
     for scores, block in reversed(_blocks(bf16_dot(*rope_first), rows)):
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights = _exp2(scores, scale, new_top * _log2(scale))
-        rescale = ((top - new_top) * _log2(scale)).exp2()
+        weights = _exp2(scores, scale, new_top * log2_scale(scale))
+        rescale = ((top - new_top) * log2_scale(scale)).exp2()
         out = bf16_dot(_rounded(weights), block[:, :value_width].T, out * rescale)
         total = total * rescale + weights.sum(-1, keepdim=True)
         top = new_top
@@ -150,14 +144,14 @@ def _blocks(scores: torch.Tensor, rows: torch.Tensor) -> list[tuple[torch.Tensor
     return list(zip(scores.split(BLOCK, dim=1), rows.split(BLOCK), strict=True))
 
 
-def _log2(scale: float) -> float:
+def log2_scale(scale: float) -> float:
     """The softmax scale for powers of two, as the kernels have it: an fp32 number."""
     return torch.tensor(scale * math.log2(math.e), dtype=torch.float32).item()
 
 
 def _exp2(scores: torch.Tensor, scale: float, top: torch.Tensor) -> torch.Tensor:
     """2^(score * scale - top), the argument in one fused multiply-add."""
-    return (scores.double() * _log2(scale) - top.double()).float().exp2()
+    return (scores.double() * log2_scale(scale) - top.double()).float().exp2()
 
 
 def _rounded(weights: torch.Tensor) -> torch.Tensor:

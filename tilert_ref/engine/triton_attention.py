@@ -1,0 +1,424 @@
+"""Sparse attention of a few queries on Hopper, as Triton kernels: index scores, the choice of the best tokens, and
+multi-head latent attention over the chosen rows. Nothing waits for the host, and every shape is fixed beforehand, so a
+step can be captured once and replayed at any position.
+
+Sums are taken in the order of vLLM's kernels (DeepGEMM's logits, FlashMLA, FlashAttention 3), see vllm_hopper.py.
+Imported only where there is a Hopper GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tilert_ref.engine import vllm_hopper
+
+ROWS = 64  # cached rows that a program attends to, and keys that it scores
+KEY_WIDTH = 128
+INDEX_SCALES = 8192  # where the scales stand in an index page of 64 tokens (case K2)
+CHUNK = 8192  # scores that the choice keeps in registers; of more it reads them for every bit
+HEADS, VALUES, TILE = 64, 256, 128  # of a program of attention: heads, values of a row that it sums, and at a time
+
+
+@triton.jit
+def _scores_kernel(
+    query,
+    weights,
+    codes,
+    scales,
+    block_table,
+    positions,
+    scores,
+    capacity,
+    heads,
+    page_bytes,
+    HEADS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    page, t = tl.program_id(0), tl.program_id(1)
+    length = tl.load(positions + t) + 1
+    if page * ROWS >= length:
+        return
+    j, h, d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, KEY_WIDTH)
+    block = tl.load(block_table + page)
+    keys = tl.load(codes + block * page_bytes + j[:, None] * KEY_WIDTH + d[None, :])
+    q = tl.load(query + (t * heads + h[None, :]) * KEY_WIDTH + d[:, None], mask=h[None, :] < heads, other=0.0)
+    w = tl.load(weights + t * heads + h, mask=h < heads, other=0.0)
+    dots = tl.maximum(tl.dot(keys, q), 0.0)
+    scale = tl.load(scales + block * (page_bytes // 4) + (ROWS * KEY_WIDTH) // 4 + j)
+    total = tl.sum(dots * w[None, :], 1) * scale
+    tl.store(scores + t.to(tl.int64) * capacity + page * ROWS + j, total, mask=page * ROWS + j < length)
+
+
+def index_scores(
+    query: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, block_table: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Eq. 1 of indexer.py over the cached keys; fp32 [T, S], S the cache's capacity; nothing behind positions[t].
+
+    query e4m3 [T, Hi, 128], weights fp32 [T, Hi], pool uint8 [blocks, 64 * 132], positions int64 [T].
+    """
+    tokens, heads, _ = query.shape
+    capacity = len(block_table) * ROWS
+    scores = torch.empty(tokens, capacity, dtype=torch.float32, device=query.device)
+    _scores_kernel[(len(block_table), tokens)](
+        query,
+        weights,
+        pool.view(torch.float8_e4m3fn),
+        pool.view(torch.float32),
+        block_table,
+        positions,
+        scores,
+        capacity,
+        heads,
+        pool.shape[1],
+        HEADS=max(16, triton.next_power_of_2(heads)),
+        KEY_WIDTH=KEY_WIDTH,
+        ROWS=ROWS,
+        num_warps=4,
+    )
+    return scores
+
+
+@triton.jit
+def _rank(score):
+    """An unsigned number for every fp32 that isn't NaN, in the same order; both zeros are one."""
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _choice_kernel(
+    scores,
+    block_table,
+    positions,
+    slots,
+    counts,
+    capacity,
+    count,
+    ONE_CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    t = tl.program_id(0)
+    length = (tl.load(positions + t) + 1).to(tl.int32)
+    lane = tl.arange(0, CHUNK)
+    scores += t.to(tl.int64) * capacity
+    slots += t.to(tl.int64) * count
+    tl.store(counts + t, tl.minimum(length, count))
+    if length <= count:
+        for start in range(0, count, CHUNK):
+            p = start + lane
+            block = tl.load(block_table + p // ROWS, mask=p < length, other=0)
+            tl.store(slots + p, (block * ROWS + p % ROWS).to(tl.int32), mask=p < length)
+        return
+    # The count-th highest rank, two bits at a time: the highest number that at least `count` ranks reach.
+    rank = _rank(tl.load(scores + lane, mask=lane < length, other=0.0))
+    rank = tl.where(lane < length, rank, 0)
+    edge = tl.zeros((), tl.uint32)
+    one = tl.full((), 1, tl.uint32)
+    for shift in range(30, -1, -2):
+        low, middle, high = edge | (one << shift), edge | (one << (shift + 1)), edge | ((one + 2) << shift)
+        above_low = tl.zeros((CHUNK,), tl.int32)
+        above_middle, above_high = above_low, above_low
+        for start in range(0, length, CHUNK):
+            if not ONE_CHUNK:
+                p = start + lane
+                rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
+                rank = tl.where(p < length, rank, 0)
+            above_low += (rank >= low).to(tl.int32)
+            above_middle += (rank >= middle).to(tl.int32)
+            above_high += (rank >= high).to(tl.int32)
+        reached = tl.sum(above_low, 0), tl.sum(above_middle, 0), tl.sum(above_high, 0)
+        edge = tl.where(reached[0] >= count, low, edge)
+        edge = tl.where(reached[1] >= count, middle, edge)
+        edge = tl.where(reached[2] >= count, high, edge)
+    above = tl.zeros((), tl.int32)
+    for start in range(0, length, CHUNK):
+        p = start + lane
+        if not ONE_CHUNK:
+            rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
+        above += tl.sum(((rank > edge) & (p < length)).to(tl.int32), 0)
+    # All above it, and of those that are equal to it the first ones: ascending positions.
+    written = tl.zeros((), tl.int32)
+    equal_before = tl.zeros((), tl.int32)
+    for start in range(0, length, CHUNK):
+        p = start + lane
+        if not ONE_CHUNK:
+            rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
+        equal = ((rank == edge) & (p < length)).to(tl.int32)
+        first = equal_before + tl.cumsum(equal, 0) <= count - above
+        taken = ((rank > edge) & (p < length)) | ((equal > 0) & first)
+        order = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+        block = tl.load(block_table + p // ROWS, mask=taken, other=0)
+        tl.store(slots + order, (block * ROWS + p % ROWS).to(tl.int32), mask=taken)
+        written += tl.sum(taken.to(tl.int32), 0)
+        equal_before += tl.sum(equal, 0)
+
+
+def choose(
+    scores: torch.Tensor, block_table: torch.Tensor, positions: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """indexer.top_positions for queries at `positions`, as cache slots: int32 [T, count] and how many of them, [T].
+
+    Ascending positions, of equal scores the lowest first. A query with no more than count tokens before it sees all.
+    """
+    tokens, capacity = scores.shape
+    slots = torch.empty(tokens, count, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(tokens, dtype=torch.int32, device=scores.device)
+    chunk = min(CHUNK, triton.next_power_of_2(capacity))
+    _choice_kernel[(tokens,)](
+        scores,
+        block_table,
+        positions,
+        slots,
+        counts,
+        capacity,
+        count,
+        ONE_CHUNK=chunk >= capacity,
+        CHUNK=chunk,
+        ROWS=ROWS,
+        num_warps=min(32, max(4, chunk // 512)),
+    )
+    return slots, counts
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    rows,
+    codes,
+    scales,
+    slots,
+    counts,
+    out,
+    sums,
+    heads,
+    chosen,
+    row_stride,
+    rope_at,
+    scale_log2,
+    FP8: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One query's heads over one block of 64 rows: the weighted rows, and the logarithm of the weights' sum."""
+    block, t, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(counts + t)
+    if block * ROWS >= count:
+        return
+    group = part // (LATENT // VALUES)
+    part = part % (LATENT // VALUES)
+    h, j = group * HEADS + tl.arange(0, HEADS), tl.arange(0, ROWS)
+    valid = block * ROWS + j < count
+    slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
+    q_row = query + (t * heads + h[:, None]) * (LATENT + ROPE)
+    scores = tl.zeros((HEADS, ROWS), tl.float32)
+    for tile in tl.static_range(LATENT // TILE):
+        c = tile * TILE + tl.arange(0, TILE)
+        q = tl.load(q_row + c[None, :], mask=h[:, None] < heads, other=0.0)
+        if FP8:
+            s = tl.load(scales + slot * (row_stride // 2) + LATENT // 4 + tile).to(tl.bfloat16).to(tl.float32)
+            k = tl.load(codes + slot[None, :] * (2 * row_stride) + c[:, None]).to(tl.float32) * s[None, :]
+        else:
+            k = tl.load(rows + slot[None, :] * row_stride + c[:, None])
+        scores = tl.dot(q, k.to(tl.bfloat16), scores)
+    r = tl.arange(0, ROPE)
+    q = tl.load(q_row + LATENT + r[None, :], mask=h[:, None] < heads, other=0.0)
+    scores = tl.dot(q, tl.load(rows + slot[None, :] * row_stride + rope_at + r[:, None]), scores)
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    top = tl.max(scores, 1) * scale_log2
+    factor = tl.full((HEADS, ROWS), 0.0, tl.float32) + scale_log2
+    weights = tl.exp2(tl.fma(scores, factor, tl.zeros_like(scores) - top[:, None]))
+    total = tl.sum(weights, 1)
+    p = weights.to(tl.bfloat16)
+    base = (t * tl.num_programs(0) + block).to(tl.int64) * heads + h
+    for tile in tl.static_range(VALUES // TILE):
+        c = part * VALUES + tile * TILE + tl.arange(0, TILE)
+        if FP8:
+            at = LATENT // 4 + part * (VALUES // TILE) + tile
+            s = tl.load(scales + slot * (row_stride // 2) + at).to(tl.bfloat16).to(tl.float32)
+            v = tl.load(codes + slot[:, None] * (2 * row_stride) + c[None, :]).to(tl.float32) * s[:, None]
+        else:
+            v = tl.load(rows + slot[:, None] * row_stride + c[None, :])
+        o = tl.div_rn(tl.dot(p, v.to(tl.bfloat16)), tl.zeros((HEADS, TILE), tl.float32) + total[:, None])
+        tl.store(out + base[:, None] * LATENT + c[None, :], o, mask=h[:, None] < heads)
+    if part == 0:
+        tl.store(sums + base, tl.log2(total) + top, mask=h < heads)
+
+
+@triton.jit
+def _merge_kernel(
+    out, sums, counts, merged, heads, blocks, LATENT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):
+    h, t = tl.program_id(0), tl.program_id(1)
+    b, c = tl.arange(0, BLOCKS), tl.arange(0, LATENT)
+    used = tl.cdiv(tl.load(counts + t), ROWS)
+    base = t.to(tl.int64) * blocks * heads + h
+    parts = tl.load(sums + base + b * heads, mask=b < used, other=float("-inf"))
+    top = tl.max(parts, 0)
+    whole = tl.log2(tl.sum(tl.exp2(parts - top), 0)) + top
+    total = tl.zeros((LATENT,), tl.float32)
+    for i in range(used):
+        share = tl.exp2(tl.load(sums + base + i * heads) - whole)
+        total += share * tl.load(out + (base + i * heads) * LATENT + c)
+    tl.store(merged + (t * heads + h).to(tl.int64) * LATENT + c, total.to(merged.dtype.element_ty))
+
+
+@triton.jit
+def _attend_backwards_kernel(
+    query,
+    rows,
+    slots,
+    counts,
+    out,
+    heads,
+    chosen,
+    scale_log2,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One query's heads over all of its rows, from the last block of 64 to the first."""
+    part, t = tl.program_id(0), tl.program_id(1)
+    count = tl.load(counts + t)
+    h = (part // (LATENT // VALUES)) * HEADS + tl.arange(0, HEADS)
+    part = part % (LATENT // VALUES)
+    j, r = tl.arange(0, ROWS), tl.arange(0, ROPE)
+    q_row = query + (t * heads + h[:, None]) * (LATENT + ROPE)
+    v_at = part * VALUES + tl.arange(0, VALUES)
+    q_rope = tl.load(q_row + LATENT + r[None, :], mask=h[:, None] < heads, other=0.0)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    value = tl.zeros((HEADS, VALUES), tl.float32)
+    blocks = tl.cdiv(count, ROWS)
+    for done in range(0, blocks):
+        block = blocks - 1 - done
+        valid = block * ROWS + j < count
+        slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
+        row = rows + slot * (LATENT + ROPE)
+        scores = tl.dot(q_rope, tl.load(row[None, :] + LATENT + r[:, None]))
+        for tile in tl.static_range(LATENT // TILE):
+            c = tile * TILE + tl.arange(0, TILE)
+            q = tl.load(q_row + c[None, :], mask=h[:, None] < heads, other=0.0)
+            scores = tl.dot(q, tl.load(row[None, :] + c[:, None]), scores)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        factor = tl.full((HEADS, ROWS), 0.0, tl.float32) + scale_log2
+        weights = tl.exp2(tl.fma(scores, factor, tl.zeros_like(scores) - (new_top * scale_log2)[:, None]))
+        rescale = tl.exp2((top - new_top) * scale_log2)
+        v = tl.load(row[:, None] + v_at[None, :])
+        value = tl.dot(weights.to(tl.bfloat16), v, value * rescale[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        top = new_top
+    value = value * tl.div_rn(tl.full((HEADS,), 1.0, tl.float32), total)[:, None]
+    at = out + ((t * heads + h[:, None]) * LATENT).to(tl.int64) + v_at[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=h[:, None] < heads)
+
+
+def attend(
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    latent: int,
+    scale: float,
+    backwards: bool,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v over chosen rows, as vllm_hopper.attend_fp8_rows takes it: every block of 64 rows for
+    itself, merged by log-sum-exp. backwards: as attend_bf16_rows does, one block after the other from the last.
+
+    Args:
+        query: bf16 [T, H, latent + rope].
+        rows: a layer's cache, bf16 [S, latent + rope], or uint8 [S, 656] of fp8_ds_mla rows.
+        slots, counts: int32 [T, n] rows that each query attends to, and how many of them are.
+
+    Returns:
+        bf16 [T, H, latent].
+    """
+    form = _attend_backwards if backwards else _attend_blocks
+    return form(query, rows, slots, counts, latent, vllm_hopper.log2_scale(scale))
+
+
+def _attend_backwards(
+    query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, latent: int, scale_log2: float
+) -> torch.Tensor:
+    tokens, heads, width = query.shape
+    out = torch.empty(tokens, heads, latent, dtype=query.dtype, device=query.device)
+    values = min(VALUES, latent)
+    _attend_backwards_kernel[(triton.cdiv(heads, HEADS) * (latent // values), tokens)](
+        query,
+        rows,
+        slots,
+        counts,
+        out,
+        heads,
+        slots.shape[1],
+        scale_log2,
+        HEADS=HEADS,
+        LATENT=latent,
+        ROPE=width - latent,
+        TILE=min(TILE, latent),
+        VALUES=values,
+        ROWS=ROWS,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _attend_blocks(
+    query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, latent: int, scale_log2: float
+) -> torch.Tensor:
+    tokens, heads, width = query.shape
+    fp8, chosen, halves = rows.dtype == torch.uint8, slots.shape[1], rows.view(torch.bfloat16)
+    blocks, values = triton.cdiv(chosen, ROWS), min(VALUES, latent)
+    out = torch.empty(tokens, blocks, heads, latent, dtype=torch.float32, device=query.device)
+    sums = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=query.device)
+    merged = torch.empty(tokens, heads, latent, dtype=query.dtype, device=query.device)
+    _attend_kernel[(blocks, tokens, triton.cdiv(heads, HEADS) * (latent // values))](
+        query,
+        halves,
+        rows.view(torch.float8_e4m3fn) if fp8 else halves,
+        rows.view(torch.float32) if fp8 else halves,
+        slots,
+        counts,
+        out,
+        sums,
+        heads,
+        chosen,
+        halves.shape[1],
+        halves.shape[1] - (width - latent),
+        scale_log2,
+        FP8=fp8,
+        HEADS=HEADS,
+        LATENT=latent,
+        ROPE=width - latent,
+        TILE=min(TILE, latent),
+        VALUES=values,
+        ROWS=ROWS,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=False,
+    )
+    _merge_kernel[(heads, tokens)](
+        out,
+        sums,
+        counts,
+        merged,
+        heads,
+        blocks,
+        LATENT=latent,
+        BLOCKS=triton.next_power_of_2(blocks),
+        ROWS=ROWS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return merged
