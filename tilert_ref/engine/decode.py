@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tilert_ref.engine.api import FinishReason, Token
-from tilert_ref.engine.batch import Batch, Seen
+from tilert_ref.engine.batch import Batch, Seen, Selected
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
@@ -36,6 +36,14 @@ class Model:
     ) -> Batch:
         positions = torch.arange(first, first + tokens, device=self.rope.device)
         return Batch(first, positions, self.rope[positions], absorbed, self.kernels, keep_rows, chosen)
+
+    def captured_batch(
+        self, positions: torch.Tensor, cache: KVCache, *, keep_rows: bool = False, chosen: Selected | None = None
+    ) -> Batch:
+        """For tokens at `positions` [T], which only the device knows (graph.py)."""
+        rope = self.rope[positions]
+        everything = None if self.config.index_topk is not None else cache.everything(positions)
+        return Batch(None, positions, rope, True, self.kernels, keep_rows, chosen, everything)
 
     def ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self.rope.device)

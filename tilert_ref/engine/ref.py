@@ -12,11 +12,13 @@ from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, Sam
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
+from tilert_ref.engine.dummy import DummyTensors
+from tilert_ref.engine.graph import GreedySteps
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.numerics import Kernels, vllm_kernels
 from tilert_ref.engine.rope import rope_table, table_dtype
 from tilert_ref.engine.sampling import Sampler
-from tilert_ref.engine.weights import load_weights
+from tilert_ref.engine.weights import load_weights, take_weights
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -27,8 +29,11 @@ class RefEngine:
     name = "ref"
     capabilities = Capabilities(penalties=False, ignore_eos=True, logprobs=True)
 
-    def __init__(self, model: Model, cache: KVCache, num_mtp: int, max_seq_len: int):
+    def __init__(
+        self, model: Model, cache: KVCache, num_mtp: int, max_seq_len: int, captured: GreedySteps | None = None
+    ):
         self.model, self.cache, self.num_mtp, self.max_seq_len = model, cache, num_mtp, max_seq_len
+        self.captured = captured
         self.seq_len, self.last_prompt_token = 0, 0
 
     @property
@@ -77,7 +82,10 @@ class RefEngine:
         stats = DraftStats()
         budget = min(max_tokens, self.max_seq_len - self.seq_len - 1)
         stop_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.config.eos_token_ids)
-        steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
+        if self.captured is not None and sampling.greedy and top_logprobs is None:
+            steps = self._captured_steps(first_token_id, stats)
+        else:
+            steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
         for event in until_stop(steps, first_token_id, budget, stop_ids):
             yield event if isinstance(event, list) else Finished(event, self._stats(stats))
 
@@ -90,6 +98,11 @@ class RefEngine:
         return decode_mtp(
             self.model, self.cache, self.seq_len, self.last_prompt_token, first_token, sampler, self.num_mtp, stats
         )
+
+    def _captured_steps(self, first_token: int, stats: DraftStats) -> Iterator[list[Token]]:
+        for ids in self.captured.run(self.seq_len, self.last_prompt_token, first_token):
+            stats.calls, stats.emitted = stats.calls + 1, stats.emitted + len(ids)
+            yield [Token(token) for token in ids]
 
     def _stats(self, stats: DraftStats) -> dict[str, float | int | str]:
         if not self.num_mtp:
@@ -165,6 +178,8 @@ def load_engine(
     kv_cache_dtype: str = "bf16",
     kv_scale_rule: ScaleRule | str = ScaleRule.POWER_OF_TWO,
     kernels: Kernels | None = None,
+    capture: bool = True,
+    load_format: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
     """Builds the engine from a Hugging Face checkpoint directory.
@@ -172,21 +187,38 @@ def load_engine(
     kv_cache_dtype: bf16, or fp8 for fp8_ds_mla rows of a sparse model, and their other names (layout.row_format).
     kv_scale_rule: how fp8_ds_mla rows are quantised: the rule of the vLLM whose rows are injected.
     kernels: whose arithmetic is followed; None: that of the vLLM that would run on this device (numerics.py).
+    load_format: auto, or dummy for random weights (dummy.py): only config.json is read.
+    capture: greedy decoding runs as a CUDA graph where it can (graph.py).
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format = {load_format!r}, legal: auto, dummy")
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
     scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
     kernels = kernels or vllm_kernels(device)
-    weights = load_weights(config, model_dir, with_mtp=num_mtp > 0, device=device, kernels=kernels, progress=progress)
+    how = {"with_mtp": num_mtp > 0, "device": device, "kernels": kernels}
+    if load_format == "dummy":
+        weights = take_weights(config, DummyTensors(config, device), **how)
+    else:
+        weights = load_weights(config, model_dir, progress=progress, **how)
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
     rope = rope_table(config, room, table_dtype(config, kernels.pointwise)).to(device)
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
-    return RefEngine(Model(config, weights, rope, kernels), cache, num_mtp, max_seq_len)
+    model = Model(config, weights, rope, kernels)
+    captured = GreedySteps(model, cache, num_mtp, progress) if capture and can_capture(model, cache) else None
+    return RefEngine(model, cache, num_mtp, max_seq_len, captured)
+
+
+def can_capture(model: Model, cache: KVCache) -> bool:
+    """Whether greedy steps can run as a CUDA graph: on a Hopper GPU, with vLLM's pages there."""
+    widths = model.config.kv_lora_rank, model.config.qk_rope_head_dim
+    powers_of_two = all(width & (width - 1) == 0 for width in widths)
+    return model.kernels.on_tensor_cores(model.rope) and cache.block_size == 64 and powers_of_two
 
 
 def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRule | str) -> ScaleRule | None:

@@ -1,0 +1,75 @@
+"""The step that a GPU captures, run as plain torch: the same tokens, rows and acceptance as the eager decode loop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilert_ref.engine import graph
+from tilert_ref.engine.api import Finished, SamplingParams
+from tilert_ref.engine.graph import GreedySteps
+from tilert_ref.engine.ref import RefEngine, load_engine
+from tilert_ref.tiny import model_dir
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def engines(directory: Path, num_mtp: int, kv: str = "bf16") -> tuple[RefEngine, RefEngine]:
+    eager = load_engine(directory, max_seq_len=512, num_mtp=num_mtp, kv_cache_dtype=kv)
+    captured = load_engine(directory, max_seq_len=512, num_mtp=num_mtp, kv_cache_dtype=kv)
+    captured.captured = GreedySteps(captured.model, captured.cache, num_mtp, capture=lambda run: run)
+    return eager, captured
+
+
+def answer(engine: RefEngine, prompt: list[int], tokens: int) -> tuple[list[list[int]], Finished]:
+    first = engine.prefill(prompt, GREEDY)
+    *steps, finished = engine.decode(first, tokens, GREEDY)
+    return [[token.id for token in step] for step in steps], finished
+
+
+@pytest.mark.parametrize("num_mtp", [0, 1, 3])
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_steps_of_a_sparse_model_are_those_of_the_eager_loop(num_mtp: int, kv: str) -> None:
+    """A prompt beyond index_topk, 256: layers choose, and later drafts attend to rows that drafts wrote."""
+    eager, captured = engines(model_dir("tiny-glm5"), num_mtp, kv)
+    prompt = [(7 * i + 3) % 480 for i in range(270)]
+    theirs, ours = answer(eager, prompt, 21), answer(captured, prompt, 21)
+    assert ours == theirs
+    end = len(prompt) + 20 - num_mtp
+    for layer in range(len(eager.cache.rows)):
+        assert captured.cache.read_rows(layer, end).equal(eager.cache.read_rows(layer, end))
+        assert captured.cache.index_bytes(layer, end).equal(eager.cache.index_bytes(layer, end))
+
+
+@pytest.mark.parametrize("num_mtp", [0, 2])
+@pytest.mark.parametrize("arch", ["dsv3", "glm52"])
+def test_steps_of_other_models(arch: str, num_mtp: int, tiny) -> None:
+    """Dense attention over everything, and indexers that layers and drafts share."""
+    eager, captured = engines(tiny(arch), num_mtp)
+    prompt = [(5 * i + 1) % 480 for i in range(75)]
+    assert answer(captured, prompt, 30) == answer(eager, prompt, 30)
+
+
+def test_a_second_request_starts_afresh_and_the_room_ends_the_answer() -> None:
+    eager, captured = engines(model_dir("tiny-glm5"), 1)
+    for length in (280, 12, 490):
+        prompt = [(11 * i + length) % 480 for i in range(length)]
+        steps, finished = answer(captured, prompt, 40)
+        assert (steps, finished) == answer(eager, prompt, 40)
+        assert sum(map(len, steps)) == min(40, 512 - length - 1)
+
+
+def test_sampling_and_logprobs_go_the_eager_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, captured = engines(model_dir("tiny-glm5"), 0)
+    monkeypatch.setattr(graph.GreedySteps, "run", lambda *_: pytest.fail("captured steps are greedy"))
+    first = captured.prefill([5, 6, 7], GREEDY)
+    assert len(list(captured.decode(first, 3, SamplingParams(temperature=0.7, seed=1)))) >= 2
+    assert len(list(captured.decode(first, 3, GREEDY, top_logprobs=2))) >= 2
+
+
+def test_the_host_is_asked_for_nothing_but_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position of a captured step lives on the device; a look at it from the host would freeze it in the graph."""
+    _, captured = engines(model_dir("tiny-glm5"), 0)
+    batch = captured.model.captured_batch(torch.tensor([3]), captured.cache)
+    with pytest.raises(TypeError):
+        _ = batch.end

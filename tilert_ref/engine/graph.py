@@ -1,0 +1,197 @@
+"""Greedy decoding as one CUDA graph: embedding to next token, drafts and their verification, cache writes.
+
+A step is a plain function of what stands on the device, `greedy_step`; this file captures it from outside.
+Captured once, it runs at any position: the host starts steps and reads tokens later, and no step waits for it.
+
+    steps = GreedySteps(model, cache, num_drafts)                             captures; seconds
+    for ids in steps.run(seq_len, last_prompt_token, first_token): ...       lists of ids, one a step
+
+Every kernel takes its sums in one order whatever stands around it, so eager and captured steps write the same bytes;
+tests/gpu holds them against each other.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tilert_ref.engine.cache import KVCache
+from tilert_ref.engine.decode import Model
+from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
+
+STEPS_AHEAD = 8
+"""Steps that are started together; the tokens of the ones before are read meanwhile (TileRT's GLM5_AR_N)."""
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """Where a sequence stands, on the device. d drafts a step; room for S tokens.
+
+    tokens: the last emitted token and the drafts after it, at positions `position` .. `position` + d.
+    emitted: every id that the steps emitted, one after the other; accepted: how many each step did.
+    """
+
+    tokens: torch.Tensor  # int64 [1 + d]
+    position: torch.Tensor  # int64 [1]
+    emitted: torch.Tensor  # int64 [S + d]
+    accepted: torch.Tensor  # int64 [S]
+    total: torch.Tensor  # int64 [1], ids in emitted
+    steps: torch.Tensor  # int64 [1]
+
+    @classmethod
+    def empty(cls, room: int, num_drafts: int, device: torch.device) -> "DecodeState":
+        def zeros(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=device)
+
+        return cls(zeros(1 + num_drafts), zeros(1), zeros(room + num_drafts), zeros(room), zeros(1), zeros(1))
+
+    def start(self, position: int, token: int) -> None:
+        """token: the last emitted one, at `position`; drafts don't matter yet."""
+        self.tokens.fill_(token)
+        self.position.fill_(position)
+        self.total.zero_()
+        self.steps.zero_()
+
+
+def greedy_step(model: Model, cache: KVCache, state: DecodeState) -> None:
+    """One step of decode.decode_plain or decode_mtp, greedy, without a look from the host."""
+    num_drafts = len(state.tokens) - 1
+    window = torch.arange(1 + num_drafts, device=state.tokens.device)
+    batch = model.captured_batch(state.position + window, cache)
+    hidden = forward(model.weights, model.config, cache, batch, state.tokens)  # [1 + d, D]
+    ids = logits(model.weights, hidden).argmax(-1)  # [1 + d]
+    holds = (ids[:-1] == state.tokens[1:]).cumprod(0)  # [d], 1 while the drafts are what the model says
+    count = holds.sum(0, keepdim=True) + 1  # [1]
+    state.emitted.index_copy_(0, (state.total + window).clamp_max(len(state.emitted) - 1), ids)
+    state.accepted.index_copy_(0, state.steps.clamp_max(len(state.accepted) - 1), count)
+    drafts = []
+    if num_drafts:
+        drafts = draft_on_device(model, cache, state.position, ids, hidden, count, num_drafts)
+    state.tokens.copy_(torch.cat([ids.index_select(0, count - 1), *drafts]))
+    state.total.add_(count)
+    state.steps.add_(1)
+    # Steps that run on behind the end of the room write the same last positions again; nobody reads them.
+    state.position.copy_((state.position + count).clamp_max(len(model.rope) - 1 - num_drafts))
+
+
+def prime(model: Model, cache: KVCache, state: DecodeState, last_prompt_token: torch.Tensor) -> None:
+    """The first drafts: what decode.decode_mtp does before its loop. state: the first token stands at `position`.
+
+    last_prompt_token: int64 [1]; its rows stay as they came over the wire.
+    """
+    first, position = state.tokens[:1].clone(), state.position - 1
+    batch = model.captured_batch(position, cache, keep_rows=True)
+    hidden = forward(model.weights, model.config, cache, batch, last_prompt_token)  # [1, D]
+    one = torch.ones_like(position)
+    drafts = draft_on_device(model, cache, position, first, hidden, one, len(state.tokens) - 1, keep_rows=True)
+    state.tokens.copy_(torch.cat([first, *drafts]))
+
+
+def draft_on_device(
+    model: Model,
+    cache: KVCache,
+    position: torch.Tensor,
+    ids: torch.Tensor,
+    hidden: torch.Tensor,
+    count: torch.Tensor,
+    num_drafts: int,
+    *,
+    keep_rows: bool = False,
+) -> list[torch.Tensor]:
+    """decode.draft after the first `count` [1] of the ids [n] were accepted; -> the drafts, int64 [1] each.
+
+    The slots of all ids get rows, also those behind the accepted ones: the next step writes those again before anything
+    attends to them.
+    """
+    mtp, last = model.weights.mtp, count - 1
+    window = torch.arange(len(ids), device=ids.device)
+    batch = model.captured_batch(position + window, cache, keep_rows=keep_rows)
+    hidden, seen = mtp_forward(mtp, model.config, cache, batch, ids, hidden)
+    hidden = hidden.index_select(0, last)
+    chosen = seen[last] if model.config.index_share_for_mtp_iteration else None
+    drafts = [mtp_logits(mtp, hidden).argmax(-1)]
+    for offset in range(1, num_drafts):
+        batch = model.captured_batch(position + last + offset, cache, chosen=chosen)
+        hidden, _ = mtp_forward(mtp, model.config, cache, batch, drafts[-1], hidden)
+        drafts.append(mtp_logits(mtp, hidden).argmax(-1))
+    return drafts
+
+
+@torch.inference_mode()
+def cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
+    """-> what launches all that `run` does on the GPU. It runs twice beside the graph first: kernels are compiled and
+    memory is found then."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+class GreedySteps:
+    """Captured greedy steps over one model and cache, for one sequence at a time.
+
+    capture: cuda_graph, or what stands for it in a test. The cache is written at position 0 meanwhile: capture before a
+    prompt is injected.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        num_drafts: int,
+        progress: Callable[[str], None] = lambda line: None,
+        capture: Callable[[Callable[[], None]], Callable[[], None]] = cuda_graph,
+    ):
+        self.model, self.cache, self.num_drafts = model, cache, num_drafts
+        device = model.rope.device
+        self.state = DecodeState.empty(len(model.rope), num_drafts, device)
+        self._last_prompt_token = torch.zeros(1, dtype=torch.int64, device=device)
+        progress("decode step: kernels and capture")
+        self._step = capture(lambda: greedy_step(model, cache, self.state))
+        if num_drafts:
+            progress("first drafts: kernels and capture")
+            self._prime = capture(lambda: prime(model, cache, self.state, self._last_prompt_token))
+        results = self.state.emitted, self.state.accepted
+        self._host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in results]
+
+    @torch.inference_mode()
+    def run(self, seq_len: int, last_prompt_token: int, first_token: int) -> Iterator[list[int]]:
+        """Endless ids after first_token at seq_len, those of one step after those of another."""
+        self.state.start(seq_len, first_token)
+        if self.num_drafts:
+            self._last_prompt_token.fill_(last_prompt_token)
+            self._prime()
+        emitted, accepted = self._host
+        done, begin = 0, 0
+        self._launch()
+        while True:
+            ready = self._read(done, begin)
+            self._launch()  # so that the GPU has work while these are read
+            if ready is not None:
+                ready.synchronize()
+            for count in accepted[done : done + STEPS_AHEAD].tolist():
+                yield emitted[begin : begin + count].tolist()
+                begin += count
+            done += STEPS_AHEAD
+
+    def _launch(self) -> None:
+        for _ in range(STEPS_AHEAD):
+            self._step()
+
+    def _read(self, done: int, begin: int) -> torch.cuda.Event | None:
+        """Starts to copy what the launched steps emitted; the event says when it is there, None at once."""
+        ends = begin + STEPS_AHEAD * (1 + self.num_drafts), done + STEPS_AHEAD
+        results = self.state.emitted, self.state.accepted
+        for host, device, start, end in zip(self._host, results, (begin, done), ends, strict=True):
+            host[start:end].copy_(device[start:end], non_blocking=True)
+        if not self.state.emitted.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
