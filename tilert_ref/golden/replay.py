@@ -1,5 +1,6 @@
 """Our side of a golden comparison: the engine fed with the KV rows and the tokens that vLLM recorded."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,6 +108,24 @@ def replay_in_windows(
     engine.inject(_fitting(engine, prompt_kv(prompt, answer)))
     first = step(engine.model, engine.cache, len(prompt) - 1, prompt[-1:], keep_rows=True)[1]
     return _decode(engine, prompt, answer, first, None, window, follow)
+
+
+def replay_captured(engine: RefEngine, prompt: list[int], answer: Answer) -> list[int]:
+    """All tokens as captured steps emit them over the prompt's rows that stand in the cache; drafts included.
+
+    The first is vLLM's. After a token that isn't vLLM's the steps start again behind vLLM's own.
+    """
+    ids, start = answer["ids"], 0
+    ours = [ids[0]]
+    while len(ours) < len(ids):
+        before = ids[start - 1] if start else prompt[-1]
+        steps = engine.captured.run(len(prompt) + start, before, ids[start])
+        for token in itertools.chain.from_iterable(steps):
+            ours.append(token)
+            if len(ours) == len(ids) or token != ids[len(ours) - 1]:
+                break
+        start = len(ours) - 1
+    return ours
 
 
 def own_prefill(engine: RefEngine, prompt: list[int], answer: Answer) -> torch.Tensor:

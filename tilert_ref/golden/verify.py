@@ -32,7 +32,17 @@ from tilert_ref.golden.recording import (
     read_golden,
     recorded_rows,
 )
-from tilert_ref.golden.replay import Choice, Replay, gap, index_of, prompt_kv, replay, replay_followed, rows_of
+from tilert_ref.golden.replay import (
+    Choice,
+    Replay,
+    gap,
+    index_of,
+    prompt_kv,
+    replay,
+    replay_captured,
+    replay_followed,
+    rows_of,
+)
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -71,13 +81,15 @@ class Difference:
 class Report:
     """What the comparison with one golden file came to.
 
-    carried: bytes of planes that are the same after inject and reading back. decoded: per "layer field" the bytes that
-    decode wrote; followed: the same where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows.
-    choices: sets of positions, beyond index_topk. off_edge: for each set that differs, how far the worst of the
-    differing tokens' scores is from our edge, as a share of it: 0 is an exact tie.
+    captured: tokens of the decode graph, where the engine has one, from the second on. carried: bytes of planes that
+    are the same after inject and reading back. decoded: per "layer field" the bytes that decode wrote; followed: the
+    same where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows. choices: sets of positions,
+    beyond index_topk. off_edge: for each set that differs, how far the worst of the differing tokens' scores is from
+    our edge, as a share of it: 0 is an exact tie.
     """
 
     tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
+    captured: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
     differences: list[Difference] = field(default_factory=list)
     largest_logprob_difference: float = 0.0
     smallest_gap: float = float("inf")
@@ -89,10 +101,15 @@ class Report:
     followed_choices: dict[str, Share] = field(default_factory=dict)
     off_edge: list[float] = field(default_factory=list)
 
+    @property
+    def failed(self) -> bool:
+        return bool(self.tokens["diverged"] or self.captured["diverged"] or self.carried.equal < self.carried.total)
+
     def merge(self, other: "Report") -> None:
         """Adds the comparison of other prompts of the same recording."""
-        for verdict, count in other.tokens.items():
-            self.tokens[verdict] += count
+        for mine, theirs in ((self.tokens, other.tokens), (self.captured, other.captured)):
+            for verdict, count in theirs.items():
+                mine[verdict] += count
         self.differences += other.differences
         self.off_edge += other.off_edge
         self.largest_logprob_difference = max(self.largest_logprob_difference, other.largest_logprob_difference)
@@ -109,8 +126,9 @@ class Report:
                 mine.setdefault(name, Share()).merge(share)
 
     def lines(self) -> Iterable[str]:
-        t = self.tokens
-        yield f"tokens: {t['identical']} identical, {t['tie']} tie, {t['diverged']} diverged"
+        for what, t in (("tokens", self.tokens), ("tokens of captured steps", self.captured)):
+            if any(t.values()):
+                yield f"{what}: {t['identical']} identical, {t['tie']} tie, {t['diverged']} diverged"
         yield f"logprobs: largest difference {self.largest_logprob_difference:.4f}"
         yield f"vLLM's smallest gap between its two best: {self.smallest_gap:.4f}"
         yield f"planes to cache and back: {self.carried} bytes"
@@ -176,6 +194,10 @@ def compare(report: Report, engine: RefEngine, number: int, prompt: list[int], a
     worst = max(report.largest_logprob_difference, ours.logprob_difference(answer))
     report.largest_logprob_difference = worst
     compare_kv(report, ours, len(prompt), answer)
+    if engine.captured is not None:
+        captured = replay_captured(engine, prompt, answer)
+        for position, theirs in enumerate(answer["ids"][1:], 1):
+            report.captured[judge(captured[position], theirs, answer["top"][position])] += 1
 
 
 def compare_planes(report: Report, engine: RefEngine, prompt: list[int], answer: Answer) -> None:
@@ -302,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.json:
         options.json.write_bytes(msgspec.json.encode(reports[-1]))
-    return int(any(r.tokens["diverged"] or r.carried.equal < r.carried.total for r in reports))
+    return int(any(report.failed for report in reports))
 
 
 def _say(line: str) -> None:
