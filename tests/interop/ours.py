@@ -1,0 +1,98 @@
+"""Our two ends without vLLM: a prefill node of several ranks over given caches, and a decode node."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from wire_case import BLOCKS, Caches, Case
+
+from tilert_ref.connector.caches import ModelCaches, describe_caches
+from tilert_ref.connector.claims import Claim
+from tilert_ref.connector.extract import Extractor
+from tilert_ref.connector.layout import BufferLayout, profile, row_format
+from tilert_ref.connector.receiver import HandoffTimeout, ReceiveServer
+from tilert_ref.connector.sender import Sender, SenderConfig
+from tilert_ref.connector.staging import StagingPool
+from tilert_ref.connector.transport import make_transport
+
+LIMIT_S = 60.0
+NEVER = threading.Event()
+
+
+def layout_of(case: Case) -> BufferLayout:
+    """Of the receive buffer."""
+    return BufferLayout(
+        profile(case.profile), row_format(case.kv_cache_dtype), case.max_seq_len, case.shards, tiled=case.tiled
+    )
+
+
+def model_caches(case: Case, caches: Caches) -> ModelCaches:
+    named = "glm5" if case.profile == "glm5_no_mtp" else case.profile
+    return describe_caches(caches, {}, case.layers - case.has_mtp, (512, 64), model=named)
+
+
+class Rank:
+    """Staging, extractor and sender of one tensor-parallel rank."""
+
+    def __init__(self, case: Case, caches: ModelCaches, rank: int, transport: str = "nixl") -> None:
+        layout = BufferLayout(
+            caches.profile, caches.row_format, case.stage_max, nshards=case.senders, tiled=case.tiled
+        )
+        config = SenderConfig(layout, layout.geometry(), senders=case.senders, rank=rank)
+        self._caches = caches
+        self._sender = Sender(config, lambda: make_transport(transport, "", receiver=False))
+        pool = StagingPool(layout, rank, caches.device, None, self._sender.forget)
+        owned = range(rank, case.layers, case.senders)
+        self._extractor = Extractor(caches, pool, owned, self._sender.submit, tiled=case.tiled)
+
+    def prefill(self, claim: Claim) -> None:
+        """The step that finishes the claim's prompt."""
+        self._extractor.begin([claim])
+        for entry in self._caches.rows:
+            self._extractor.layer(entry.name)
+        self._extractor.finish()
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+@contextmanager
+def prefill_node(case: Case, caches: Caches, transport: str = "nixl") -> Iterator[list[Rank]]:
+    described = model_caches(case, caches)
+    ranks = [Rank(case, described, rank, transport) for rank in range(case.senders)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def claim(case: Case, port: int, rid: str | None = None, last_prompt_token: int = 4711) -> Claim:
+    request_id = f"chatcmpl-{rid or case.rid}"
+    return Claim(request_id, rid or case.rid, case.seq_len, last_prompt_token, [BLOCKS], "127.0.0.1", port)
+
+
+@dataclass
+class DecodeNode:
+    """Our receive server and its buffer, zero at first."""
+
+    case: Case
+    transport: str = "nixl"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        layout = layout_of(self.case)
+        self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.device)
+        transport = make_transport(self.transport, "127.0.0.1")
+        self.server = ReceiveServer(
+            layout, self.buffer, transport, "127.0.0.1", 0, senders=self.case.senders, request_timeout=LIMIT_S
+        )
+        self.server.start()
+
+    def __enter__(self) -> "DecodeNode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
