@@ -1,6 +1,7 @@
 """Our two ends without vLLM: a prefill node of several ranks over given caches, and a decode node."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from wire_case import BLOCKS, Caches, Case
 
+from tilert_ref.connector import codec, wire
 from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.extract import Extractor
@@ -37,9 +39,7 @@ class Rank:
     """Staging, extractor and sender of one tensor-parallel rank."""
 
     def __init__(self, case: Case, caches: ModelCaches, rank: int, transport: str = "nixl") -> None:
-        layout = BufferLayout(
-            caches.profile, caches.row_format, case.stage_max, nshards=case.senders, tiled=case.tiled
-        )
+        layout = BufferLayout(caches.profile, caches.row_format, case.stage_max, nshards=case.senders, tiled=case.tiled)
         config = SenderConfig(layout, layout.geometry(), senders=case.senders, rank=rank)
         self._caches = caches
         self._sender = Sender(config, lambda: make_transport(transport, "", receiver=False))
@@ -72,6 +72,28 @@ def prefill_node(case: Case, caches: Caches, transport: str = "nixl") -> Iterato
 def claim(case: Case, port: int, rid: str | None = None, last_prompt_token: int = 4711) -> Claim:
     request_id = f"chatcmpl-{rid or case.rid}"
     return Claim(request_id, rid or case.rid, case.seq_len, last_prompt_token, [BLOCKS], "127.0.0.1", port)
+
+
+def give_up(case: Case, claim: Claim) -> None:
+    """What a sender of ours does whose handoff fails after the node has accepted it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not _give_up_once(case, claim, deadline):
+        time.sleep(0.1)  # the node is busy with an earlier request
+
+
+def _give_up_once(case: Case, claim: Claim, deadline: float) -> bool:
+    connection = wire.connect(claim.host, claim.port, deadline)
+    try:
+        codec.decode_hello(connection.receive(deadline))
+        geometry = layout_of(case).geometry()
+        announce = codec.Announce(rid=claim.rid, rank=0, seq_len=claim.seq_len, tilert_ref=geometry)
+        connection.send(announce, deadline)
+        reply = codec.decode_reply(connection.receive(deadline))
+        if isinstance(reply, codec.Accept):
+            connection.send(codec.Done(done=False, rid=claim.rid, rank=0, generation=reply.generation), deadline)
+        return isinstance(reply, codec.Accept)
+    finally:
+        connection.close()
 
 
 @dataclass

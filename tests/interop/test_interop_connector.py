@@ -65,9 +65,7 @@ def assert_buffer(case: Case, made: wire_case.Caches, node: ours.DecodeNode) -> 
     assert wrong.size == 0, f"{wrong.size} bytes differ, the first at {wrong[0]}"
 
 
-def test_a_second_request_waits_for_the_buffer(
-    reference: Reference, tmp_path: Path, log: Callable[..., None]
-) -> None:
+def test_a_second_request_waits_for_the_buffer(reference: Reference, tmp_path: Path, log: Callable[..., None]) -> None:
     """The published sender retries while our slot is busy, and its second prompt lands only when the first is read."""
     case = Case("dsv32")
     made = wire_case.caches(case)

@@ -13,6 +13,7 @@ from reference import Reference, free_port
 from sweep import FORMATS, LENGTHS, SPREAD, environment, profile_name
 from wire_case import Case
 
+
 @pytest.mark.parametrize("case", FORMATS + SPREAD + LENGTHS, ids=str)
 def test_buffer_and_tensors(
     case: Case, reference: Reference, tmp_path: Path, log: Callable[..., None], device: str

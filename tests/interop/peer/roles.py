@@ -93,7 +93,9 @@ class Connector(_Part):
     caches: a file of {layer name: tensor}. Without a vLLM the three names that the package takes from it are doubles.
     """
 
-    def __init__(self, model: str, caches: str, rank: int, stage_max: int, device: str = "cpu", shards: int = 1) -> None:
+    def __init__(
+        self, model: str, caches: str, rank: int, stage_max: int, device: str = "cpu", shards: int = 1
+    ) -> None:
         super().__init__(device, shards)
         _vllm_double(rank)
         self._profile(model, "auto")  # the connector itself finds the dtype in the caches
@@ -200,10 +202,21 @@ class DecodeServer(_Part):
             import tilert.pd_vllm.profiles.base  # noqa: F401
 
             host_memory.install_transport()
-        from tilert.pd_vllm import decode_server, wire
+        from tilert.pd_vllm import decode_server, engine_iface, wire
 
         wire.local_ip = lambda *_: "127.0.0.1"
+        engine_iface.StubEngine.inject = lambda _, request: self._keep(request)
         _run_main(decode_server.main, ["decode_server", "--engine", "stub", "--transport", "nixl", *flags])
+
+    def _keep(self, request: Any) -> None:
+        """Stands for the stub engine's `inject`, which forgets what it is given."""
+        self._injected = request
+
+    def injected(self, path: str) -> dict[str, Any]:
+        """Saves the last request's layers, [(ki, kv, pe)]; returns the rest of it."""
+        request = self._injected
+        torch.save([tuple(tensor.cpu() for tensor in layer) for layer in request.layers], path)
+        return {name: getattr(request, name) for name in ("rid", "seq_len", "last_prompt_token", "sampling")}
 
 
 class Router(_Part):
