@@ -14,7 +14,7 @@ from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.extract import Extractor
 from tilert_ref.connector.layout import BufferLayout, profile, row_format
-from tilert_ref.connector.receiver import HandoffTimeout, ReceiveServer
+from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.sender import Sender, SenderConfig
 from tilert_ref.connector.staging import StagingPool
 from tilert_ref.connector.transport import make_transport

@@ -14,7 +14,7 @@ from typing import Any
 VARIABLE = "TILERT_REF_INTEROP_PYTHON"
 VERSION = "0.1.6.post3"
 ZYGOTE = Path(__file__).parent / "peer" / "zygote.py"
-LIMIT_S = 120.0
+LIMIT_S = 500.0
 NEEDED = "import sys, tilert, nixl, scipy.linalg; assert sys.version_info >= (3, 12); print(tilert.__version__)"
 
 

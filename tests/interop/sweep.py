@@ -12,8 +12,8 @@ FORMATS = [
 SPREAD = [
     Case("glm5", senders=senders, shards=shards, tiled=tiled)
     for senders, shards, tiled in [
-        (1, 2, False), (1, 8, True), (2, 1, False), (3, 8, True), (4, 3, False), (5, 5, False), (6, 1, True), (7, 2, False),
-        (8, 8, False),
+        (1, 2, False), (1, 8, True), (2, 1, False), (3, 8, True), (4, 3, False), (5, 5, False), (6, 1, True),
+        (7, 2, False), (8, 8, False),
     ]
 ] + [
     Case("dsv32", "bf16", senders=8, shards=1),

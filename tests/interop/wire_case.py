@@ -186,24 +186,54 @@ def buffer(case: Case, made: Caches) -> list[np.ndarray]:
     return shards
 
 
-def converted(case: Case, made: Caches, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def converted(case: Case, made: Caches, layer: int) -> Layer:
     """(ki [seq, 128], kv [seq, 512], pe [seq, 64]) bf16 of protocol.md 9. ki is rounded from float64."""
-    rows = torch.from_numpy(prompt_rows(case, made, layer).copy())
-    if case.kv_cache_dtype == "bf16":
-        kv, pe = rows[:, :1024].contiguous().view(torch.bfloat16), rows[:, 1024:].contiguous().view(torch.bfloat16)
-    else:
-        codes = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float()
-        scales = rows[:, 512:528].contiguous().view(torch.float32)
-        kv = (codes * scales.repeat_interleave(128, dim=1)).bfloat16()
-        pe = rows[:, 528:].contiguous().view(torch.bfloat16)
-    return _rotated_index(case, prompt_pages(case, made, layer)), kv, pe
+    rows = torch.from_numpy(prompt_rows(case, made, layer))
+    pages = torch.from_numpy(prompt_pages(case, made, layer))
+    return rotated_index(pages, case.seq_len), *converted_rows(rows)
 
 
-def _rotated_index(case: Case, linear: np.ndarray) -> torch.Tensor:
-    found = torch.from_numpy(linear.copy())
-    codes = found[:, :8192].reshape(-1, 128)[: case.seq_len].contiguous().view(torch.float8_e4m3fn).float()
-    scales = found[:, 8192:].contiguous().view(torch.float32).reshape(-1, 1)[: case.seq_len]
+def converted_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [n, 1152] or [n, 656] -> kv [n, 512] and pe [n, 64], bf16."""
+    if rows.shape[1] == 1152:
+        return rows[:, :1024].contiguous().view(torch.bfloat16), rows[:, 1024:].contiguous().view(torch.bfloat16)
+    codes = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float()
+    scales = rows[:, 512:528].contiguous().view(torch.float32)
+    kv = (codes * scales.repeat_interleave(128, dim=1)).bfloat16()
+    return kv, rows[:, 528:].contiguous().view(torch.bfloat16)
+
+
+def rotated_index(linear: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """Index pages uint8 [n, 8448], linear -> the keys as the package's engine keeps them, bf16 [seq_len, 128]."""
+    codes = linear[:, :8192].reshape(-1, 128)[:seq_len].contiguous().view(torch.float8_e4m3fn).float()
+    scales = linear[:, 8192:].contiguous().view(torch.float32).reshape(-1, 1)[:seq_len]
     return ((codes * scales).bfloat16().double() @ _hadamard()).bfloat16()
+
+
+def check_converted(got: Layer, want: Layer) -> int:
+    """kv and pe bit for bit; ki, which the package rotates in fp32, within one bf16 step. Counts those steps."""
+    for name, left, right in zip(("kv", "pe"), got[1:], want[1:], strict=True):
+        assert left.shape == right.shape and torch.equal(left.view(torch.int16), right.view(torch.int16)), name
+    ki, want_ki = got[0], want[0]
+    assert ki.shape == want_ki.shape
+    away = bf16_steps(ki, want_ki)
+    # Where the sum cancels, its rounding error is relative to its terms: 128 of at most 448 * 2, in fp32.
+    far = (away > 1) & ((ki.double() - want_ki.double()).abs() > 1e-3)
+    assert not far.any(), f"ki is up to {int(away.max())} bf16 steps off"
+    return int((away > 0).sum())
+
+
+def bf16_steps(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How many bf16 numbers lie between two, element by element."""
+
+    def ordered(values: torch.Tensor) -> torch.Tensor:
+        bits = values.view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (ordered(left) - ordered(right)).abs()
 
 
 def _hadamard() -> torch.Tensor:

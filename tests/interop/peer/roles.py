@@ -108,9 +108,7 @@ class Connector(_Part):
             model_config=types.SimpleNamespace(max_model_len=stage_max),
             compilation_config=types.SimpleNamespace(static_forward_context={}),
         )
-        groups = types.SimpleNamespace(
-            kv_cache_groups=[types.SimpleNamespace(layer_names=[name for name in self.caches])]
-        )
+        groups = types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(layer_names=list(self.caches))])
         self.scheduler = prefill_connector.TileRTConnector(config, "scheduler", groups)
         self.worker = prefill_connector.TileRTConnector(config, "worker", groups)
         self.worker.register_kv_caches(self.caches)
