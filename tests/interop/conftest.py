@@ -15,7 +15,8 @@ from reference import VERSION, Part, Reference, find_python
 LOG_VARIABLE = "TILERT_REF_INTEROP_LOG"
 DEVICE_VARIABLE = "TILERT_REF_INTEROP_DEVICE"
 _LOG: dict[str, Any] = {"cases": []}
-os.environ.setdefault("UCX_NET_DEVICES", "lo")  # before NIXL is loaded: its UCX would listen on every interface
+if os.environ.get(DEVICE_VARIABLE) != "cuda":
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")  # before NIXL is loaded: its UCX would listen on every interface
 
 
 @pytest.fixture(scope="session")

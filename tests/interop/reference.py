@@ -83,7 +83,7 @@ class Reference:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_NET_DEVICES": "lo", "TILERT_PD_PROBE_ADDR": "127.0.0.1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TILERT_PD_PROBE_ADDR": "127.0.0.1"},
         )
         assert self._process.stdout.readline() == "ready\n", f"the reference did not start, see {log}"
 

