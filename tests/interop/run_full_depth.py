@@ -30,6 +30,7 @@ ROOT = HERE.parents[1]
 SPARSE_PLUGIN = ROOT / "tests" / "vllm" / "sparse_plugin"
 MAX_SEQ_LEN, CHUNK = 512, 128
 LIMIT_S = 400.0  # a loaded CPU
+INDEX_TOPK = {"cuda": 2048, "cpu": 128}  # sparse_plugin gathers this many rows for every token: with 2048 it is slow
 PLACEHOLDER_HOST = "127.0.0.1"
 OUR_MODULE, THEIR_MODULE = "tilert_ref.connector.prefill_connector", "tilert.pd_vllm.prefill_connector"
 ARCHS = {
@@ -83,7 +84,7 @@ def drive(args: argparse.Namespace, scratch: Path) -> int:
         model_dir, out, log = scratch / scenario.profile, logs / f"{scenario}.json", logs / f"{scenario}.log"
         out.unlink(missing_ok=True)
         started = time.monotonic()
-        make_model(scenario.profile, model_dir)
+        make_model(scenario.profile, model_dir, args.device)
         command = [sys.executable, __file__, "--device", args.device, "--run", str(scenario)]
         command += ["--model-dir", str(model_dir), "--out", str(out)]
         with log.open("w") as file:
@@ -103,13 +104,13 @@ def drive(args: argparse.Namespace, scratch: Path) -> int:
     return failed
 
 
-def make_model(profile: str, model_dir: Path) -> None:
+def make_model(profile: str, model_dir: Path, device: str) -> None:
     if model_dir.exists():
         return
     from tilert_ref.engine.make_tiny import make_tiny
 
     arch, overrides = ARCHS[profile]
-    make_tiny(model_dir, arch, overrides=overrides | {"index_topk": 2048})
+    make_tiny(model_dir, arch, overrides=overrides | {"index_topk": INDEX_TOPK[device]})
 
 
 def environment(device: str) -> dict[str, str]:

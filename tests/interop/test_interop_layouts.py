@@ -20,5 +20,5 @@ def test_buffer(case: Case) -> None:
             rank.prefill(ours.claim(case, node.server.port))
         record = node.server.wait(case.rid, ours.LIMIT_S, ours.NEVER)
         assert (record.seq_len, record.last_prompt_token) == (case.seq_len, 4711)
-        got = node.buffer.numpy()
-        assert np.array_equal(got, np.concatenate(wire_case.buffer(case, made)))
+        wrong = np.flatnonzero(node.buffer.numpy() != np.concatenate(wire_case.buffer(case, made)))
+        assert wrong.size == 0, f"{wrong.size} bytes differ, the first at {wrong[0]}"
