@@ -10,6 +10,7 @@ import torch
 from wire_case import BLOCKS, Caches, Case
 
 from tilert_ref.connector import codec, wire
+from tilert_ref.connector.admission import Record
 from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.extract import Extractor
@@ -103,10 +104,12 @@ class DecodeNode:
     case: Case
     transport: str = "nixl"
     device: str = "cpu"
+    slots: int = 1
 
     def __post_init__(self) -> None:
         layout = layout_of(self.case)
-        self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.device)
+        shape = (layout.total_bytes,) if self.slots == 1 else (self.slots, layout.total_bytes)
+        self.buffer = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         transport = make_transport(self.transport, "127.0.0.1")
         self.server = ReceiveServer(
             layout, self.buffer, transport, "127.0.0.1", 0, senders=self.case.senders, request_timeout=LIMIT_S
@@ -118,3 +121,7 @@ class DecodeNode:
 
     def __exit__(self, *_: object) -> None:
         self.server.close()
+
+    def slot_of(self, record: Record) -> torch.Tensor:
+        """The part of the buffer that a request's KV is in."""
+        return self.buffer if self.slots == 1 else self.buffer[record.slot]

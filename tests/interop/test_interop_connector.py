@@ -6,6 +6,7 @@ scheduler and model runner do. (With a real vLLM around it: run_full_depth.py.)
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -56,13 +57,13 @@ def test_buffer(case: Case, reference: Reference, tmp_path: Path, log: Callable[
         prefill(case, parts, node.server.port)
         record = node.server.wait(case.rid, ours.LIMIT_S, ours.NEVER)
         assert (record.seq_len, record.last_prompt_token, record.sampling) == (case.seq_len, 4711, None)
-        assert_buffer(case, made, node)
+        assert_buffer(case, made, node.buffer)
         log(parts[0], case=str(case), layout_version=case.layout_version, bytes_moved=case.moved_bytes, device=device,
             bytes_compared=node.buffer.numel())  # fmt: skip
 
 
-def assert_buffer(case: Case, made: wire_case.Caches, node: ours.DecodeNode) -> None:
-    got, want = node.buffer.cpu().numpy(), np.concatenate(wire_case.buffer(case, made))
+def assert_buffer(case: Case, made: wire_case.Caches, buffer: torch.Tensor) -> None:
+    got, want = buffer.cpu().numpy(), np.concatenate(wire_case.buffer(case, made))
     wrong = np.flatnonzero(got != want)
     assert wrong.size == 0, f"{wrong.size} bytes differ, the first at {wrong[0]}"
 
@@ -71,10 +72,7 @@ def test_a_second_request_waits_for_the_buffer(reference: Reference, tmp_path: P
     """The published sender retries while our slot is busy, and its second prompt lands only when the first is read."""
     case = Case("dsv32")
     made = wire_case.caches(case)
-    with (
-        ours.DecodeNode(case) as node,
-        ranks(case, made, reference, tmp_path / "caches.pt", "cpu") as parts,
-    ):
+    with ours.DecodeNode(case) as node, ranks(case, made, reference, tmp_path / "caches.pt", "cpu") as parts:
         prefill(case, parts, node.server.port, "first")
         node.server.wait("first", ours.LIMIT_S, ours.NEVER)
         before = node.buffer.clone()
@@ -84,8 +82,28 @@ def test_a_second_request_waits_for_the_buffer(reference: Reference, tmp_path: P
         node.server.release("first")
         record = node.server.wait("second", ours.LIMIT_S, ours.NEVER)
         assert record.rid == "second"
-        assert_buffer(case, made, node)
+        assert_buffer(case, made, node.buffer)
         log(parts[0], case="busy, then admitted", bytes_compared=node.buffer.numel())
+
+
+@pytest.mark.skipif(find_spec("tilert_ref.connector.events") is None, reason="this receiver has one slot")
+def test_a_second_request_arrives_beside_the_first(
+    reference: Reference, tmp_path: Path, log: Callable[..., None]
+) -> None:
+    """With two slots hello names the free one, which is all that the published sender goes by."""
+    case = Case("dsv32", senders=2)
+    made = wire_case.caches(case)
+    with ours.DecodeNode(case, slots=2) as node, ranks(case, made, reference, tmp_path / "caches.pt", "cpu") as parts:
+        for rid in ("first", "second"):
+            prefill(case, parts, node.server.port, rid)
+            record = node.server.wait(rid, ours.LIMIT_S, ours.NEVER)
+            assert_buffer(case, made, node.slot_of(record))
+        assert_buffer(case, made, node.buffer[0])
+        assert_buffer(case, made, node.buffer[1])
+        node.server.release("first")
+        prefill(case, parts, node.server.port, "third")
+        node.server.wait("third", ours.LIMIT_S, ours.NEVER)
+        log(parts[0], case="two slots", bytes_compared=node.buffer.numel())
 
 
 def _arrives(node: ours.DecodeNode, rid: str) -> bool:

@@ -189,6 +189,7 @@ def test_errors_before_decode(stack: Stack, log: Callable[..., None]) -> None:
     assert stack.post("break").status_code == 502
     grammar = stack.post(response_format={"type": "json_object"})
     assert (grammar.status_code, grammar.json()["error_type"]) == (501, "grammar_unsupported")
+    assert grammar.elapsed.total_seconds() < 20, "a refusal waits for nothing (the published server: 30 s for the KV)"
     stack.node.await_status("idle")
     log(case="refused by vLLM, broken vLLM, grammar")
 
