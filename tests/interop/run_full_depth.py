@@ -145,17 +145,19 @@ def run(scenario: Scenario, device: str, model_dir: Path, out: Path) -> None:
     spy = install_spy(scenario)
     llm = start_vllm(scenario, device, model_dir)
     requests = [hand_off(llm, spy, receiver, prompt) for prompt in prompts()]
-    facts = {"scenario": str(scenario), "layers": LAYERS[scenario.profile], "requests": requests} | versions(spy)
+    facts = {"scenario": str(scenario), "layers": LAYERS[scenario.profile], "requests": requests} | versions(
+        spy, device
+    )
     out.write_text(json.dumps(facts))
     sys.stdout.flush()
     os._exit(0)  # vLLM's and NIXL's threads have nothing left to do
 
 
-def versions(spy: Any) -> dict[str, Any]:
+def versions(spy: Any, device: str) -> dict[str, Any]:
     import torch
     import vllm
 
-    gpu = torch.cuda.get_device_name() if torch.version.cuda and torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     shapes = {f"{list(t.shape)} {t.dtype}": name for name, t in spy.caches.items()}
     return {"vllm": vllm.__version__, "torch": torch.__version__, "gpu": gpu, "caches": sorted(shapes)}
 

@@ -1,6 +1,8 @@
 """Programs with HTTP on the loopback interface: ours as processes, the published ones as parts of the reference."""
 
+import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -59,6 +61,19 @@ def eventually(happened: Any, what: str, seconds: float = 10.0) -> None:
     while not happened():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+@contextmanager
+def posted(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A client that has posted and reads nothing; it leaves at the end of the block."""
+    content = json.dumps(body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as client_socket:
+        client_socket.sendall(head.encode() + content)
+        yield
 
 
 @contextmanager
