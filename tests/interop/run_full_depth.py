@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--only", default="", help="scenarios whose name contains this, e.g. dsv32 or ours-to-theirs")
-    parser.add_argument("--out", type=Path, help="where the results go, JSON")
+    parser.add_argument("--out", type=Path, help="where the results go, JSON; an existing file is added to")
     parser.add_argument("--logs", type=Path, help="directory for vLLM's output (default: shown if something fails)")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one scenario, in this process
     parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
@@ -99,9 +99,16 @@ def drive(args: argparse.Namespace, scratch: Path) -> int:
         compared = sum(request["bytes_compared"] for request in requests)
         print(f"{scenario}: {len(requests)} requests, {compared:,} bytes equal, {seconds} s", flush=True)
     if args.out:
-        args.out.write_text(json.dumps({"failed": failed, "scenarios": results}, indent=1) + "\n")
+        keep(results, args.out)
     print(f"{len(results)} passed, {failed} failed")
     return failed
+
+
+def keep(results: list[dict[str, Any]], out: Path) -> None:
+    """Writes what passed; scenarios of an earlier run stay in the file."""
+    kept = json.loads(out.read_text())["scenarios"] if out.exists() else []
+    by_name = {result["scenario"]: result for result in [*kept, *results]}
+    out.write_text(json.dumps({"scenarios": [by_name[name] for name in sorted(by_name)]}, indent=1) + "\n")
 
 
 def make_model(profile: str, model_dir: Path, device: str) -> None:
