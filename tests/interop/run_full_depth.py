@@ -343,6 +343,8 @@ class TheirReceiver:
 
     def release(self, rid: str) -> None:
         self._part.release(rid=rid)
+        for file in (self._file, self._file.with_suffix(".layers")):
+            file.unlink()
 
     def _tensors(self, buffer: Any, seq_len: int) -> int:
         """What the published conversion makes of the planes, which were compared already."""

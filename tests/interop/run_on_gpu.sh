@@ -13,7 +13,7 @@ TILERT_REF_INTEROP_LOG=$out/interop-host.json suite tests/interop || status=1
 TILERT_REF_INTEROP_LOG=$out/interop-cuda.json TILERT_REF_INTEROP_DEVICE=cuda \
   suite tests/interop/test_interop_receiver.py tests/interop/test_interop_connector.py || status=1
 if "$python" -c 'import vllm' 2>/dev/null; then
-  "$python" tests/interop/run_full_depth.py --device cuda --logs "$out" --out "$out/full-depth.json" || status=1
+  "$python" tests/interop/run_full_depth.py --device cuda --out "$out/full-depth.json" || status=1
 else
   echo "no vLLM here: models of full depth are left out"
 fi
