@@ -7,16 +7,22 @@ As a child of MultiConnector, whose children all see every step. A line of FILE 
 it), written by the worker just before the forward pass of that step, so what stands in one line is in one batch:
 
     {"step": n, "requests": {request id: {"tokens": scheduled now, "computed": before, "prompt": length, "pool": who gets
-     its KV, "tilert", "native" or null}}, "told": {sibling's class: [request ids in its metadata]}}
+     its KV, "tilert", "native" or null}}, "told": {sibling's class: [request ids in its metadata]},
+     "held": {request id: pool}}
 
-Steps without requests and without a word to a sibling are left out. One worker writes: tensor parallel rank 0.
+Steps without any of them are left out. One worker writes: tensor parallel rank 0.
 
-Source: vLLM 0.32 v1/core/sched/output.py (SchedulerOutput), kv_connector/v1/multi_connector.py.
+A demo and a test need two requests in one batch, however late one of them comes on a busy machine. So while the file
+FILE.gate exists the scheduler is told to ask again later for every new request that is meant for a pool: those are
+`held`, named once. What waited is scheduled together when the gate is gone.
+
+Source: vLLM 0.32 v1/core/sched/scheduler.py (None of get_num_new_matched_tokens), v1/core/sched/output.py
+(SchedulerOutput), kv_connector/v1/multi_connector.py.
 """
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +46,11 @@ _OF_REQUESTS = ("claims", "reqs_to_recv", "reqs_to_save", "reqs_to_send", "reqs_
 
 @dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """requests: as in a line of the file."""
+    """As in a line of the file; told is added by the worker."""
 
     step: int
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
 
 
 class StepLog(KVConnectorBase_V1, SupportsHMA):
@@ -56,7 +63,10 @@ class StepLog(KVConnectorBase_V1, SupportsHMA):
         path = (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("path")
         if not isinstance(path, str):
             raise ValueError(f"StepLog: kv_connector_extra_config.path is {path!r}; legal: a file's name")
-        self._path, self._steps = Path(path), 0
+        self._path, self._gate, self._steps = Path(path), Path(f"{path}.gate"), 0
+        self._holding = False
+        self._held: dict[str, str] = {}  # pool of the requests that were held and still run
+        self._named: set[str] = set()  # those of them that the file names
         self._known: dict[str, dict[str, Any]] = {}  # prompt and pool of the requests that still run
 
     @property
@@ -65,8 +75,14 @@ class StepLog(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler half.
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        # It shuts at once and opens between two steps: the requests of one step are all held or all let through.
+        self._holding = self._holding or self._gate.exists()
+        pool = pool_of(request.sampling_params)
+        if not self._holding or pool is None:
+            return 0, False
+        self._held[request.request_id] = pool
+        return None, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
@@ -83,10 +99,18 @@ class StepLog(KVConnectorBase_V1, SupportsHMA):
             name: {"tokens": tokens, "computed": computed[name]} | self._known[name]
             for name, tokens in scheduler_output.num_scheduled_tokens.items()
         }
-        return StepMetadata(self._steps, requests)
+        self._holding = self._gate.exists()
+        return StepMetadata(self._steps, requests, self._newly_held())
+
+    def _newly_held(self) -> dict[str, str]:
+        new = {name: pool for name, pool in self._held.items() if name not in self._named}
+        self._named.update(new)
+        return new
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         self._known.pop(request.request_id, None)
+        self._held.pop(request.request_id, None)
+        self._named.discard(request.request_id)
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
@@ -97,9 +121,10 @@ class StepLog(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         told = {type(child).__name__: requests_in(child) for child in self._siblings()}
-        if get_tensor_model_parallel_rank() == 0 and (metadata.requests or any(told.values())):
-            with self._path.open("a") as file:
-                file.write(json.dumps({"step": metadata.step, "requests": metadata.requests, "told": told}) + "\n")
+        if get_tensor_model_parallel_rank() != 0 or not (metadata.requests or metadata.held or any(told.values())):
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(metadata) | {"told": told}) + "\n")
 
     def _siblings(self) -> list[KVConnectorBase_V1]:
         return [child for child in getattr(get_kv_transfer_group(), "sub_connectors", []) if child is not self]
