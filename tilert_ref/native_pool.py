@@ -1,7 +1,7 @@
 """Two decode pools behind one prefill: tilert_ref through our router, a native vLLM through a P/D proxy's two steps.
 
-`tilert-ref demo --with-native-pool` runs `run`. Both pools are fed by one vLLM, in one forward batch where `in_one_batch`
-asks for them; that it was one batch is read from the step log (step_log.py), not guessed from times.
+`tilert-ref demo --with-native-pool` runs `run`. One vLLM feeds both pools, in one forward batch where `in_one_batch`
+asks for it; that it was one batch is read from the step log (step_log.py), not guessed from times.
 """
 
 import argparse
@@ -64,12 +64,13 @@ def read_steps(path: Path) -> list[Step]:
 
 def strays(steps: Sequence[Step]) -> list[str]:
     """What a connector was told although it was none of its business, and marked requests that it never heard of."""
-    pools = {name: r["pool"] for step in steps for name, r in step.requests.items()}
+    computed = {name: r["pool"] for step in steps for name, r in step.requests.items()}
+    pools = computed | {name: pool for step in steps for name, pool in step.held.items()}
     found = []
     for pool, connector in POOLS.items():
         told = {name for step in steps for name in step.told[connector]}
-        meant = {name for name, of in pools.items() if of == pool}
-        found += [f"{connector} was told of {name}, marked {pools.get(name)}" for name in sorted(told - meant)]
+        found += [f"{connector} was told of {n}, marked {pools.get(n)}" for n in sorted(told) if pools.get(n) != pool]
+        meant = {name for name, of in computed.items() if of == pool}
         found += [f"{connector} was not told of {name}" for name in sorted(meant - told)]
     return found
 
@@ -85,7 +86,10 @@ def native_of(stack: Stack) -> Process:
 
 
 def prefill_natively(stack: Stack, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """A proxy's first step: the prompt to the prefill instance, which keeps its KV. Returns kv_transfer_params for D."""
+    """A proxy's first step: the prefill instance computes the prompt and keeps its KV until the native vLLM got it.
+
+    Returns the kv_transfer_params that tell the native vLLM where it lies.
+    """
     ask = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
     reply = httpx.post(f"{stack.vllm.url}/v1/{endpoint}", json=ask, timeout=REQUEST_TIMEOUT_S)
     if reply.status_code != 200:

@@ -403,9 +403,9 @@ class Stack:
     """vLLM with our connector, n decode servers and a router, as a context manager that starts and stops all.
 
     num_mtp: draft tokens per decode step (0: no MTP anywhere). logs: directory for the log files, default a temporary
-    one. native_pool: a second vLLM, `native`, decodes too; the first feeds both pools through MultiConnector, and writes
-    its forward batches to the file `steps`. vllm_extra, vllm_env: for every vLLM. Raises StackError from __enter__ if a
-    program does not come up.
+    one. native_pool: a second vLLM, `native`, decodes too; the first feeds both pools through MultiConnector, and
+    writes its forward batches to the file `steps`. vllm_extra, vllm_env: for every vLLM. Raises StackError from
+    __enter__ if a program does not come up.
     """
 
     def __init__(

@@ -6,9 +6,9 @@
 As a child of MultiConnector, whose children all see every step. A line of FILE is a JSON object (native_pool.Step reads
 it), written by the worker just before the forward pass of that step, so what stands in one line is in one batch:
 
-    {"step": n, "requests": {request id: {"tokens": scheduled now, "computed": before, "prompt": length, "pool": who gets
-     its KV, "tilert", "native" or null}}, "told": {sibling's class: [request ids in its metadata]},
-     "held": {request id: pool}}
+    {"step": n, "requests": {request id: {"tokens": scheduled now, "computed": before, "prompt": length,
+     "pool": who gets its KV: "tilert", "native" or null}},
+     "told": {sibling's class: [request ids in its metadata]}, "held": {request id: pool}}
 
 Steps without any of them are left out. One worker writes: tensor parallel rank 0.
 
