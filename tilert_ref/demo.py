@@ -104,10 +104,14 @@ class Comparison:
         return cls(sum(part.tokens for part in parts), list(differences), sum(part.anchors for part in parts))
 
     @property
-    def line(self) -> str:
+    def counts(self) -> dict[str, int]:
         tie, diverged = self.count("tie"), self.count("diverged")
-        identical = self.tokens - tie - diverged
-        return f"tokens: {identical} identical, {tie} tie, {diverged} diverged against vLLM's own decode"
+        return {"identical": self.tokens - tie - diverged, "tie": tie, "diverged": diverged}
+
+    @property
+    def line(self) -> str:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
+        return f"tokens: {counts} against vLLM's own decode"
 
 
 def compare(ours: list[int], reference: Reference, again: Callable[[int], list[int]]) -> Comparison:
@@ -376,9 +380,7 @@ def as_json(
         "answers": [asdict(answer) | {"per_token_ms": answer.per_token_ms} for answer in answers],
         "vllm_ids": [reference.ids for reference, _ in compared],
         "differences": [[asdict(d) for d in result.differences] for _, result in compared],
-        "identical": result.tokens - len(result.differences),
-        "tie": result.count("tie"),
-        "diverged": result.count("diverged"),
+        **result.counts,
     }
 
 

@@ -6,24 +6,26 @@ asks for it; that it was one batch is read from the step log (step_log.py), not 
 
 import argparse
 import contextlib
-import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 from tilert_ref import demo
-from tilert_ref.demo import REQUEST_TIMEOUT_S, Answer, Comparison, Reference, Report, Show, complete
+from tilert_ref.demo import REQUEST_TIMEOUT_S, Answer, Comparison, Reference, Report, complete
 from tilert_ref.stack import Process, Stack, StackError
 
 POOLS = {"tilert": "TileRTConnector", "native": "NixlPullConnector"}
 """Pool -> the connector that feeds it; vLLM's NixlConnector is another name of NixlPullConnector."""
+NAMES = {"tilert": "tilert_ref", "native": "native vLLM"}
+THOUGHT = "</think>"  # ends the thoughts of the models whose answers think; the native vLLM has no parser for it
 QUESTIONS = ("What is prefill?", "What is decode?")
 HOLD_TIMEOUT_S = 60.0
 
@@ -106,13 +108,19 @@ def native_complete(stack: Stack, prompt_ids: list[int], max_tokens: int, **extr
     return complete(native_of(stack).url, prompt_ids, max_tokens, kv_transfer_params=params, **extra)
 
 
-def native_chat(stack: Stack, messages: Sequence[dict], max_tokens: int, show: Show, *, ignore_eos: bool) -> Answer:
+def native_chat(stack: Stack, messages: Sequence[dict], max_tokens: int, *, ignore_eos: bool) -> Answer:
     """Both steps of the proxy for a chat, as demo.stream_chat for the router."""
     params = prefill_natively(stack, "chat/completions", {"messages": list(messages), "temperature": 0})
-    url = native_of(stack).url
-    answer = demo.stream_chat(url, messages, max_tokens, show, ignore_eos=ignore_eos, kv_transfer_params=params)
-    # vLLM's ids end with the stop token, the router's don't.
-    return replace(answer, ids=answer.ids[:-1]) if answer.finish_reason == "stop" else answer
+    url, extra = native_of(stack).url, {"ignore_eos": ignore_eos, "kv_transfer_params": params}
+    answer = demo.stream_chat(url, messages, max_tokens, mute, **extra)
+    # What the router makes of vLLM's tokens: the stop token is none of the ids, the thoughts are none of the content.
+    ids = answer.ids[:-1] if answer.finish_reason == "stop" else answer.ids
+    reasoning, _, text = answer.text.rpartition(THOUGHT)
+    return replace(answer, ids=ids, reasoning=reasoning, text=text)
+
+
+def mute(kind: str, piece: str) -> None:
+    """Two answers that come at once are shown afterwards."""
 
 
 # One batch
@@ -162,8 +170,8 @@ def await_held(stack: Stack, seen: int, asked: Sequence[Future[Any]] = ()) -> No
 
 
 @dataclass(frozen=True)
-class Told:
-    """One answer of one pool, and vLLM's own."""
+class Judged:
+    """One answer of one pool beside vLLM's own."""
 
     pool: str
     answer: Answer
@@ -179,36 +187,35 @@ class Pairs:
         self._max_tokens, self._ignore_eos = args.max_tokens, args.arch is not None
 
     def ask(self, tilert: str, native: str) -> list[tuple[str, Answer]]:
-        self._report.step(f"at once: to tilert_ref {tilert!r}, to the native vLLM {native!r}")
-        ours, theirs, steps = in_one_batch(self._stack, lambda: self._chat(tilert), lambda: self._native_chat(native))
-        for name, answer in (("tilert_ref", ours), ("native vLLM", theirs)):
-            self._report.line(f"\n  {name}:")
-            self._report.piece("reasoning", answer.reasoning) if answer.reasoning else None
-            self._report.piece("content", answer.text)
-            self._report.end()
+        self._report.step(f"two users at once: {tilert}  {native}")
+        to_router = partial(demo.stream_chat, self._stack.router.url, show=mute)
+        to_native = partial(native_chat, self._stack)
+        asked = [
+            partial(send, messages=_user(text), max_tokens=self._max_tokens, ignore_eos=self._ignore_eos)
+            for send, text in ((to_router, tilert), (to_native, native))
+        ]
+        *answers, steps = in_one_batch(self._stack, *asked)
+        for pool, answer in zip(POOLS, answers, strict=True):
+            self._show(pool, answer)
         for step in steps:
-            counts = [sum(step.prefilled(pool).values()) for pool in POOLS]
-            self._report.step(
-                f"one forward batch of the prefill instance (step {step.step}) computed {counts[0]} prompt tokens for "
-                f"tilert_ref and {counts[1]} for the native vLLM"
-            )
-        return [("tilert", ours), ("native", theirs)]
+            counts = [f"{sum(step.prefilled(pool).values())} for {NAMES[pool]}" for pool in POOLS]
+            self._report.step(f"one forward batch, step {step.step}, computed prompt tokens: {', '.join(counts)}")
+        return list(zip(POOLS, answers, strict=True))
 
-    def _chat(self, question: str) -> Answer:
-        return demo.stream_chat(
-            self._stack.router.url, _user(question), self._max_tokens, _mute, ignore_eos=self._ignore_eos
-        )
+    def _show(self, pool: str, answer: Answer) -> None:
+        self._report.line(f"\n  {NAMES[pool]}, {len(answer.ids)} answer tokens:")
+        for kind, text in (("reasoning", answer.reasoning), ("content", answer.text)):
+            if text:
+                self._report.piece(kind, text)
+        self._report.end()
 
-    def _native_chat(self, question: str) -> Answer:
-        return native_chat(self._stack, _user(question), self._max_tokens, _mute, ignore_eos=self._ignore_eos)
-
-    def judge(self, pool: str, answer: Answer) -> Told:
+    def judge(self, pool: str, answer: Answer) -> Judged:
         tokens = len(answer.ids) if self._ignore_eos else self._max_tokens
         reference = demo.vllm_decode(self._stack.vllm.url, answer.prompt_ids, tokens, ignore_eos=self._ignore_eos)
         result = demo.compare(answer.choices, reference, lambda n: self._again(pool, answer, reference, n))
         for difference in result.differences:
-            self._report.line(f"  {pool}: {difference}")
-        return Told(pool, answer, reference, result)
+            self._report.line(f"  {NAMES[pool]}: {difference}")
+        return Judged(pool, answer, reference, result)
 
     def _again(self, pool: str, answer: Answer, reference: Reference, position: int) -> list[int]:
         prompt, left = answer.prompt_ids + reference.ids[:position], len(reference.ids) - position
@@ -231,56 +238,50 @@ def _user(question: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}]
 
 
-def _mute(kind: str, piece: str) -> None:
-    """Two answers at once can't be shown as they come."""
-
-
 def run(args: argparse.Namespace, report: Report) -> Comparison:
     """The demo with both pools. Raises StackError if a program fails, or if a connector heard of a foreign request."""
-    with contextlib.ExitStack() as held_open:
-        scratch = Path(held_open.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-demo-")))
+    with contextlib.ExitStack() as open_until_the_end:
+        enter = open_until_the_end.enter_context
+        scratch = Path(enter(tempfile.TemporaryDirectory(prefix="tilert-ref-demo-")))
         model = demo.checkpoint(args, scratch, report)
         settings = {"engine": args.engine, "transport": args.transport, "logs": args.logs or scratch}
-        stack = held_open.enter_context(Stack(model, native_pool=True, **settings, progress=report.step))
+        stack = enter(Stack(model, native_pool=True, **settings, progress=report.step))
         report.step("warming up: the first transfers start NIXL at all ends")
         complete(stack.router.url, [1, 2, 3], 8)
         native_complete(stack, [1, 2, 3], 8)
         pairs = Pairs(args, stack, report)
         questions = [args.prompt, *QUESTIONS]
-        answers = []
-        for tilert, native in zip(questions, [*questions[1:], questions[0]], strict=True):
-            answers += pairs.ask(tilert, native)
+        asked = [pairs.ask(*both) for both in zip(questions, questions[1:] + questions[:1], strict=True)]
         report.step("the prefill instance decodes the same prompts by itself")
-        told = [pairs.judge(pool, answer) for pool, answer in answers]
-        _check_strict(stack, report)
+        judged = [pairs.judge(pool, answer) for both in asked for pool, answer in both]
+        check_strict(stack, report)
         if args.json:
-            print(json.dumps(as_json(told)))
+            print(json.dumps(as_json(judged)))
         report.step("stopping")
-    for pool, name in (("tilert", "tilert_ref"), ("native", "native vLLM")):
-        report.line(f"{name}: {Comparison.joined([t.result for t in told if t.pool == pool]).line}")
-    return Comparison.joined([t.result for t in told])
+    for pool, name in NAMES.items():
+        report.line(f"{name:<11} {joined(judged, pool).line}")
+    return joined(judged)
 
 
-def _check_strict(stack: Stack, report: Report) -> None:
+def check_strict(stack: Stack, report: Report) -> None:
+    """Raises StackError if one of the two connectors had to do with a request that is not its own."""
     steps = read_steps(stack.steps)
     if wrong := strays(steps):
         raise StackError("; ".join(wrong))
     for pool, connector in POOLS.items():
-        marked = set(itertools.chain.from_iterable(step.told[connector] for step in steps))
-        report.step(f"{connector} was told of {len(marked)} requests, all of them for the {pool} pool")
+        told = {name for step in steps for name in step.told[connector]}
+        report.step(f"{connector} was told of {len(told)} requests, all of them for {NAMES[pool]}")
 
 
-def as_json(told: Sequence[Told]) -> dict[str, Any]:
-    """One entry an answer; totals by pool."""
-    by_pool = {pool: Comparison.joined([t.result for t in told if t.pool == pool]) for pool in POOLS}
-    return {
-        "answers": [{"pool": t.pool, "ids": t.answer.ids, "vllm_ids": t.reference.ids} for t in told],
-        "pools": {
-            pool: {
-                "identical": result.tokens - len(result.differences),
-                "tie": result.count("tie"),
-                "diverged": result.count("diverged"),
-            }
-            for pool, result in by_pool.items()
-        },
-    }
+def joined(judged: Sequence[Judged], pool: str | None = None) -> Comparison:
+    """The comparisons of one pool, or all of them, as one."""
+    return Comparison.joined([j.result for j in judged if pool in (None, j.pool)])
+
+
+def as_json(judged: Sequence[Judged]) -> dict[str, Any]:
+    """ids with -1 for the end of an answer; counts of all answers, and of each pool's."""
+    answers = [
+        {"pool": j.pool, "prompt_ids": j.answer.prompt_ids, "ids": j.answer.choices, "vllm_ids": j.reference.ids}
+        for j in judged
+    ]
+    return {"answers": answers, "pools": {pool: joined(judged, pool).counts for pool in POOLS}, **joined(judged).counts}

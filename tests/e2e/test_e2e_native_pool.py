@@ -1,8 +1,8 @@
 """One vLLM feeds tilert_ref and a native vLLM decode through MultiConnector, both in one forward batch.
 
-The sparse model behind vLLM's CPU build with the tests' sparse plugin: unlike its dense attention that one takes prompts
-in chunks and hits in the prefix cache on any CPU, and its indexer caches go over both connectors too. The prefill
-instance is also the reference.
+The sparse model behind vLLM's CPU build with the tests' sparse plugin: unlike dense attention there, that one takes
+prompts in chunks and hits in the prefix cache on any CPU, and its indexer caches go over both connectors too. The
+prefill instance is also the reference.
 """
 
 import json
