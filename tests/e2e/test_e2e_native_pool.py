@@ -57,12 +57,16 @@ USAGE = "vllm:kv_cache_usage_perc"
 LEASE_S = 30  # vLLM's: how long a prefill instance keeps KV that nobody fetches
 
 
-@pytest.mark.parametrize("extra", [(), ("--arch", "glm47", "--transport", "zmq")], ids=["trained", "random"])
-def test_demo_with_native_pool(extra: tuple[str, ...]) -> None:
-    """As a user runs it, on the dense models: three pairs, each in one batch, every token vLLM's. Before the stack runs."""
-    command = [sys.executable, "-m", "tilert_ref.cli", "demo", "--with-native-pool", *extra]
+def test_demo_with_native_pool(tmp_path: Path) -> None:
+    """As a user runs it, on the dense model: three pairs, each in one batch, every token vLLM's.
+
+    Before the tests' own stack starts. A random model (--arch) is no measure here: the native vLLM computes the last
+    prompt token again, in a pass of its own, and near ties flip against vLLM itself.
+    """
+    command = [sys.executable, "-m", "tilert_ref.cli", "demo", "--with-native-pool", "--logs", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout
+    logs = "".join(f"\n{log.name}:\n{log.read_text()[-3000:]}" for log in tmp_path.glob("vllm*.log"))
+    assert done.returncode == 0, done.stdout + logs
     assert done.stdout.count("one forward batch, step ") == 3
     for connector in ("TileRTConnector", "NixlPullConnector"):
         assert f"{connector} was told of 4 requests, all of them for" in done.stdout  # the first warms up
