@@ -246,21 +246,31 @@ def run(args: argparse.Namespace, report: Report) -> Comparison:
         model = demo.checkpoint(args, scratch, report)
         settings = {"engine": args.engine, "transport": args.transport, "logs": args.logs or scratch}
         stack = enter(Stack(model, native_pool=True, **settings, progress=report.step))
-        report.step("warming up: the first transfers start NIXL at all ends")
-        complete(stack.router.url, [1, 2, 3], 8)
-        native_complete(stack, [1, 2, 3], 8)
-        pairs = Pairs(args, stack, report)
-        questions = [args.prompt, *QUESTIONS]
-        asked = [pairs.ask(*both) for both in zip(questions, questions[1:] + questions[:1], strict=True)]
-        report.step("the prefill instance decodes the same prompts by itself")
-        judged = [pairs.judge(pool, answer) for both in asked for pool, answer in both]
-        check_strict(stack, report)
-        if args.json:
-            print(json.dumps(as_json(judged)))
+        try:
+            judged = ask_and_judge(args, stack, report)
+        except StackError as error:
+            # What the client is told names the program that failed, seldom the cause; the logs go with the scratch.
+            raise StackError(f"{error}\nthe end of {stack.vllm.name}'s log:\n{stack.vllm.tail()}") from error
         report.step("stopping")
     for pool, name in NAMES.items():
         report.line(f"{name:<11} {joined(judged, pool).line}")
     return joined(judged)
+
+
+def ask_and_judge(args: argparse.Namespace, stack: Stack, report: Report) -> list[Judged]:
+    """The demo on a stack that runs."""
+    report.step("warming up: the first transfers start NIXL at all ends")
+    complete(stack.router.url, [1, 2, 3], 8)
+    native_complete(stack, [1, 2, 3], 8)
+    pairs = Pairs(args, stack, report)
+    questions = [args.prompt, *QUESTIONS]
+    asked = [pairs.ask(*both) for both in zip(questions, questions[1:] + questions[:1], strict=True)]
+    report.step("the prefill instance decodes the same prompts by itself")
+    judged = [pairs.judge(pool, answer) for both in asked for pool, answer in both]
+    check_strict(stack, report)
+    if args.json:
+        print(json.dumps(as_json(judged)))
+    return judged
 
 
 def check_strict(stack: Stack, report: Report) -> None:
