@@ -104,10 +104,14 @@ class Comparison:
         return cls(sum(part.tokens for part in parts), list(differences), sum(part.anchors for part in parts))
 
     @property
-    def line(self) -> str:
+    def counts(self) -> dict[str, int]:
         tie, diverged = self.count("tie"), self.count("diverged")
-        identical = self.tokens - tie - diverged
-        return f"tokens: {identical} identical, {tie} tie, {diverged} diverged against vLLM's own decode"
+        return {"identical": self.tokens - tie - diverged, "tie": tie, "diverged": diverged}
+
+    @property
+    def line(self) -> str:
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
+        return f"tokens: {counts} against vLLM's own decode"
 
 
 def compare(ours: list[int], reference: Reference, again: Callable[[int], list[int]]) -> Comparison:
@@ -279,6 +283,10 @@ def programs(args: argparse.Namespace, model: Path, logs: Path, report: Report) 
 
 def run(args: argparse.Namespace, report: Report) -> Comparison:
     """The demo proper. Raises StackError if a program fails."""
+    if args.with_native_pool:
+        from tilert_ref import native_pool  # it is made of the parts of this module
+
+        return native_pool.run(args, report)
     with contextlib.ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-demo-")))
         model = checkpoint(args, scratch, report)
@@ -372,9 +380,7 @@ def as_json(
         "answers": [asdict(answer) | {"per_token_ms": answer.per_token_ms} for answer in answers],
         "vllm_ids": [reference.ids for reference, _ in compared],
         "differences": [[asdict(d) for d in result.differences] for _, result in compared],
-        "identical": result.tokens - len(result.differences),
-        "tie": result.count("tie"),
-        "diverged": result.count("diverged"),
+        **result.counts,
     }
 
 
@@ -409,12 +415,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default="Why is the sky blue?", help="default: %(default)s")
     parser.add_argument("--transport", choices=("nixl", "zmq"), default="nixl", help="default: %(default)s")
     parser.add_argument("--engine", default="ref", help="engine of the decode server (default ref; stub: no model)")
+    parser.add_argument(
+        "--with-native-pool",
+        action="store_true",
+        help="a second vLLM decodes too, fed by NixlConnector beside our connector in one MultiConnector: pairs of "
+        "questions, one for each pool, their prompts computed in one forward batch, each answer compared",
+    )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the programs' logs there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, progress on stderr")
     args = parser.parse_args(argv)
     args.max_tokens = args.max_tokens or (256 if args.arch is None else 64)
     if args.num_mtp and args.arch in WITHOUT_MTP:
         parser.error(f"--num-mtp {args.num_mtp}: {args.arch} has no MTP layer")
+    if args.num_mtp and args.with_native_pool:
+        parser.error(
+            f"--num-mtp {args.num_mtp} with --with-native-pool: legal is 0; a vLLM that drafts differs from itself"
+        )
     if args.model is not None and not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there; expected a Hugging Face checkpoint directory")
     if args.logs is not None:

@@ -276,16 +276,47 @@ def connector_config(transport: str = "nixl", **extra: Any) -> dict[str, Any]:
     }
 
 
+def nixl_config(role: str) -> dict[str, Any]:
+    """The same for vLLM's own NixlConnector between host memories; role: kv_producer or kv_consumer."""
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+
+
+def step_log_config(path: Path) -> dict[str, Any]:
+    """The same for the connector that writes each forward batch to a file (step_log.py)."""
+    return {
+        "kv_connector": "StepLog",
+        "kv_connector_module_path": "tilert_ref.step_log",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"path": str(path)},
+    }
+
+
+def multi_connector_config(*children: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for several connectors in one vLLM."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+def side_channel(port: int) -> dict[str, str]:
+    """Environment of a vLLM with NixlConnector: where it tells its peers about its memory."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOCALHOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+
+
 def vllm_server(
     model_dir: Path,
     port: int,
     *,
+    name: str = "vLLM",
     kv_transfer_config: Mapping[str, Any] | None = None,
     mtp: bool = False,
     tool_parser: str | None = None,
     max_model_len: int = 4096,
     threads: int = 1,
     extra: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
 ) -> Command:
     """vLLM 0.32 on a CPU, the fastest start that we found.
 
@@ -314,8 +345,9 @@ def vllm_server(
         "OMP_NUM_THREADS": str(threads),
         **_loopback_ucx(),
         **preload_openmp(),
+        **(extra_env or {}),
     }
-    return Command("vLLM", [*argv, *extra], f"http://{LOCALHOST}:{port}", env)
+    return Command(name, [*argv, *extra], f"http://{LOCALHOST}:{port}", env)
 
 
 def answer_grammar(model_dir: Path) -> str | None:
@@ -371,7 +403,9 @@ class Stack:
     """vLLM with our connector, n decode servers and a router, as a context manager that starts and stops all.
 
     num_mtp: draft tokens per decode step (0: no MTP anywhere). logs: directory for the log files, default a temporary
-    one. Raises StackError from __enter__ if a program does not come up.
+    one. native_pool: a second vLLM, `native`, decodes too; the first feeds both pools through MultiConnector, and
+    writes its forward batches to the file `steps`. vllm_extra, vllm_env: for every vLLM. Raises StackError from
+    __enter__ if a program does not come up.
     """
 
     def __init__(
@@ -383,7 +417,9 @@ class Stack:
         engine: str = "ref",
         transport: str = "nixl",
         max_seq_len: int = 4096,
+        native_pool: bool = False,
         vllm_extra: Sequence[str] = (),
+        vllm_env: Mapping[str, str] | None = None,
         decode_extra: Sequence[str] = (),
         router_extra: Sequence[str] = (),
         logs: Path | None = None,
@@ -392,17 +428,25 @@ class Stack:
         self._cleanup = contextlib.ExitStack()
         self._progress = progress
         self.logs = logs or Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-logs-")))
+        self.steps = self.logs / "steps.jsonl"
+        self.native: Process | None = None
         vllm_port, router_port, *ports = free_ports(2 + 2 * n_decode)
         nodes = list(zip(ports[::2], ports[1::2], strict=True))
-        prefill = vllm_server(
-            model_dir,
-            vllm_port,
-            kv_transfer_config=connector_config(transport),
-            mtp=num_mtp > 0,
-            tool_parser=VLLM_TOOL_PARSERS.get(answer_grammar(model_dir) or ""),
-            max_model_len=max_seq_len,
-            extra=vllm_extra,
-        )
+        connector, env = connector_config(transport), dict(vllm_env or {})
+        shared = {
+            "mtp": num_mtp > 0,
+            "tool_parser": VLLM_TOOL_PARSERS.get(answer_grammar(model_dir) or ""),
+            "max_model_len": max_seq_len,
+            "extra": vllm_extra,
+        }
+        if native_pool:
+            connector = multi_connector_config(connector, nixl_config("kv_producer"), step_log_config(self.steps))
+            port, *side = free_ports(3)
+            consumer = {"name": "native vLLM", "kv_transfer_config": nixl_config("kv_consumer")}
+            native = vllm_server(model_dir, port, **consumer, **shared, extra_env=env | side_channel(side[0]))
+            self.native = self._process(native, "vllm-native")
+            env |= side_channel(side[1])
+        prefill = vllm_server(model_dir, vllm_port, kv_transfer_config=connector, **shared, extra_env=env)
         settings = {"num_mtp": num_mtp, "engine": engine, "transport": transport, "max_seq_len": max_seq_len}
         self.vllm = self._process(prefill, "vllm")
         self.decode = [
@@ -416,7 +460,8 @@ class Stack:
 
     @property
     def processes(self) -> list[Process]:
-        return [self.vllm, *self.decode, self.router]
+        native = [self.native] if self.native else []
+        return [self.vllm, *native, *self.decode, self.router]
 
     def __enter__(self) -> "Stack":
         try:

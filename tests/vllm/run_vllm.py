@@ -4,7 +4,7 @@
 
 PLAN: {"engine": arguments of vllm.LLM, "batches": [[{"prompt": [ids], "params": kv_transfer_params or null}]]}
 OUT: {"rows": {request id: {layer: uint8 [prompt tokens, row bytes]}}, "chunked": bool,
-      "facts": [at start, after each batch]}
+      "replies": [each request's kv_transfer_params, as vLLM would answer them], "facts": [at start, after each batch]}
 
 The rows are read through block ids taken from the scheduler itself and after the batch has run, so they depend on
 nothing that the plugin does or when it does it.
@@ -98,16 +98,17 @@ def main(plan_path: str, out_path: str) -> None:
     llm = LLM(
         dtype="bfloat16", max_num_seqs=8, enforce_eager=True, compilation_config=CUSTOM_OPS, seed=0, **plan["engine"]
     )
-    seen, rows = [facts()], {}
+    seen, rows, replies = [facts()], {}, []
     for batch in plan["batches"]:
         sampling = [
             SamplingParams(temperature=0, max_tokens=1, extra_args=_extra_args(request["params"])) for request in batch
         ]
-        llm.generate([{"prompt_token_ids": request["prompt"]} for request in batch], sampling, use_tqdm=False)
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in batch]
+        replies += [output.kv_transfer_params for output in llm.generate(prompts, sampling, use_tqdm=False)]
         seen.append(facts())
         rows |= spy.take_rows(caches)
     chunked = llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
-    torch.save({"rows": rows, "facts": seen, "chunked": chunked}, out_path)
+    torch.save({"rows": rows, "replies": replies, "facts": seen, "chunked": chunked}, out_path)
     print("saved", flush=True)
     sys.stdin.readline()
 

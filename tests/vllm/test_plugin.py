@@ -14,6 +14,8 @@ from serving import CHILD, MTP, Node, Run
 
 from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
 from tilert_ref.engine.make_tiny import make_tiny
+from tilert_ref.native_pool import read_steps, strays
+from tilert_ref.stack import free_port, multi_connector_config, nixl_config, side_channel, step_log_config
 
 pytestmark = pytest.mark.vllm
 
@@ -45,8 +47,8 @@ def nodes(count: int, mtp: bool) -> Iterator[list[Node]]:
             node.server.close()
 
 
-def start(tmp_path: Path, engine: dict[str, Any], batches: list[list[dict[str, Any]]]) -> Run:
-    return Run(tmp_path, "run_vllm.py", {"engine": {"max_model_len": MAX_SEQ_LEN} | engine, "batches": batches})
+def start(tmp_path: Path, engine: dict[str, Any], batches: list[list[dict[str, Any]]], **env: str) -> Run:
+    return Run(tmp_path, "run_vllm.py", {"engine": {"max_model_len": MAX_SEQ_LEN} | engine, "batches": batches}, **env)
 
 
 def request(length: int, seed: int, node: Node | None = None) -> dict[str, Any]:
@@ -86,25 +88,32 @@ def test_alone_unmarked_requests_leave_no_trace_and_marked_ones_arrive(checkpoin
 
 
 def test_with_mtp_inside_multi_connector(checkpoint: Path, tmp_path: Path) -> None:
+    """Beside vLLM's NixlConnector: requests for either in one forward batch, and neither is told of the other's."""
+    log = tmp_path / "steps.jsonl"
     with nodes(3, mtp=True) as (a, b, c):
-        first = [request(130, 21, a), request(40, 22), request(17, 23, b)]
+        native = request(70, 25) | {"params": {"do_remote_decode": True}}
+        first = [request(130, 21, a), request(40, 22), request(17, 23, b), native]
         second = [request(40, 22), request(333, 24, c)]
+        children = [CHILD, nixl_config("kv_producer"), step_log_config(log), SECOND_CHILD]
         engine = {
             "model": str(checkpoint),
             "speculative_config": MTP,
-            "kv_transfer_config": {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"connectors": [CHILD, SECOND_CHILD]},
-            },
+            "kv_transfer_config": multi_connector_config(*children),
         }
-        with start(tmp_path, engine, [first, second]) as run:
+        with start(tmp_path, engine, [first, second], UCX_NET_DEVICES="lo", **side_channel(free_port())) as run:
             results = run.results()
             assert_handed_off(results, 0, first[0], a)
             assert_handed_off(results, 2, first[2], b)
-            assert_handed_off(results, 4, second[1], c)
+            assert_handed_off(results, 5, second[1], c)
             calls = results["facts"][-1]["second_child"]
-            assert calls["save_kv_layer"] >= 2 * MAIN_LAYERS and calls["request_finished_all_groups"] == 5
+            assert calls["save_kv_layer"] >= 2 * MAIN_LAYERS and calls["request_finished_all_groups"] == 6
+        steps = read_steps(log)
+        (shared,) = [step for step in steps if step.feeds_both]
+        assert [*shared.prefilled("tilert").values(), *shared.prefilled("native").values()] == [130, 17, 70]
+        assert strays(steps) == []
+        (reply,) = [params for params in results["replies"] if params is not None]
+        assert reply == results["replies"][3], "only the native request is answered with a place to fetch from"
+        assert reply["do_remote_prefill"] and reply["remote_num_tokens"] == 70 and reply["remote_host"] == "127.0.0.1"
 
 
 @pytest.mark.skipif(

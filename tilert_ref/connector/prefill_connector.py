@@ -1,4 +1,4 @@
-"""The vLLM plugin: the only file of the project that imports vLLM.
+"""The vLLM plugin: the only file of this folder that imports vLLM.
 
     --kv-transfer-config '{"kv_connector": "TileRTConnector", "kv_role": "kv_producer",
         "kv_connector_module_path": "tilert_ref.connector.prefill_connector",
