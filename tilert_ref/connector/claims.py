@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList
 from tilert_ref.connector.rid import derive_rid
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,11 @@ class _Pending:
 class ClaimTracker:
     """Feed it every SchedulerOutput; it returns the claims of that step.
 
-    allowed_hosts: the only legal `tilert_host` values; None allows all. Whoever reaches vLLM's API can name a host,
-    and gets the prompt's KV sent there.
+    allowed_hosts: the legal `tilert_host` values. Whoever reaches vLLM's API can name a host, and would get the
+    prompt's KV sent there.
     """
 
-    def __init__(self, default_port: int, max_seq_len: int, allowed_hosts: frozenset[str] | None = None) -> None:
+    def __init__(self, default_port: int, max_seq_len: int, allowed_hosts: AllowList = LOOPBACK_HOSTS) -> None:
         self._default_port = default_port
         self._max_seq_len = max_seq_len
         self._allowed_hosts = allowed_hosts
@@ -126,8 +127,8 @@ class ClaimTracker:
         host, port, sampling = (params.get(key) for key in ("tilert_host", "tilert_ctrl_port", "sampling"))
         if not isinstance(host, str):
             return f"tilert_host is {host!r}, a string is legal"
-        if self._allowed_hosts is not None and host not in self._allowed_hosts:
-            return f"tilert_host {host!r} is not in tilert_allowed_hosts"
+        if (refused := self._allowed_hosts.refusal(host)) is not None:
+            return f"tilert_host {refused}"
         if port is not None and (type(port) is not int or not 0 < port < 65536):
             return f"tilert_ctrl_port is {port!r}, 1 .. 65535 is legal"
         if sampling is not None and not isinstance(sampling, dict):

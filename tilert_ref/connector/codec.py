@@ -13,26 +13,35 @@ Wire versions (`protocol_version` in hello):
     2   TileRT 0.1.6.
 Ours adds, without a new number, what a peer of version 2 ignores or refuses cleanly:
     -   `tilert_ref` in hello and announce: a `Geometry`, which has a `version` of its own (1 is the first);
-    -   transport `zmq` and its hello field `zmq_endpoint`.
+    -   transport `zmq` and its hello field `zmq_endpoint`;
+    -   `tilert_auth` in every message, if the ends have a shared secret: an `Auth` (see secret.py).
 
 Source: protocol.md section 3.
 """
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from tilert_ref.connector.layout import MODEL_BASE_VERSION, BufferLayout, Geometry, PlaneBases
+from tilert_ref.connector.layout import MODEL_BASE_VERSION, PLANES, BufferLayout, Geometry, PlaneBases
 
 MAGIC = "tilert-pd"
 PROTOCOL_VERSION = 2
-MAX_FRAME = 16 * 2**20
+MAX_FRAME = 16 * 2**20  # the protocol's; only an announce with its prompt's ids comes near
+MAX_HELLO = 2**20  # a thousand shards' addresses, or a big machine's NIXL metadata, with room
+MAX_SMALL = 2**16  # challenge, accept, reject, done
 MAX_SHARDS = 1024
+MAX_LAYERS = 4096
+MAX_PROMPT = 2**21
+MAX_DEPTH = 16
 TRANSIENT_REASONS = frozenset({"busy", "cancelling"})
 
+HEADER_BYTES = 4
 _HEADER = struct.Struct("!I")
 _NULLABLE = frozenset({"sampling"})  # sent as null; every other None means the field is absent
 _META_FIELDS = ("session_id", "nixl_meta", "nixl_dev", "zmq_endpoint")
@@ -41,6 +50,7 @@ Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 Int63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
+Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Bases = int | list[int]
 
 
@@ -56,8 +66,25 @@ class HandoffRefused(Exception):
         self.reason = reason
 
 
+class Auth(msgspec.Struct, kw_only=True):
+    """Extension field of every message between ends with a shared secret (secret.py)."""
+
+    version: Annotated[int, Meta(ge=1, le=1)] = 1
+    nonce: Hex64 | None = None
+    proof: Hex64 | None = None
+
+
+class Challenge(msgspec.Struct, kw_only=True):
+    """What a sender with the shared secret answers to a hello that asks for it."""
+
+    tilert_auth: Auth
+
+
 class Hello(msgspec.Struct, kw_only=True):
-    """The receive buffer: capacity in tokens, address of each plane (one per shard if sharded), transport."""
+    """The receive buffer: capacity in tokens, address of each plane (one per shard if sharded), transport.
+
+    A hello with a nonce asks for the shared secret and keeps the addresses back: they are 0.
+    """
 
     magic: str
     protocol_version: int = 1
@@ -75,10 +102,16 @@ class Hello(msgspec.Struct, kw_only=True):
     nixl_dev: Int32 | None = None
     zmq_endpoint: str | None = None
     tilert_ref: Geometry | None = None
+    tilert_auth: Auth | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_base", "pe_base", "ki_base"):
-            _check_bases(name, getattr(self, name), self.nshards)
+        if not self.withheld:
+            for name in ("kv_base", "pe_base", "ki_base"):
+                _check_bases(name, getattr(self, name), self.nshards)
+
+    @property
+    def withheld(self) -> bool:
+        return self.tilert_auth is not None and self.tilert_auth.nonce is not None
 
     @property
     def shard_count(self) -> int:
@@ -111,11 +144,16 @@ class Announce(msgspec.Struct, kw_only=True):
     seq_len: Int64 = 0
     last_prompt_token: Int32 = 0
     sampling: dict[str, Any] | None = None
-    admission_window_s: Annotated[float, Meta(ge=0)] = 0.0
-    kv_scales: list[float] | None = None
-    prompt_token_ids: list[Int32] | None = None
+    admission_window_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    kv_scales: Annotated[list[float], Meta(max_length=MAX_LAYERS)] | None = None
+    prompt_token_ids: Annotated[list[Int32], Meta(max_length=MAX_PROMPT)] | None = None
     first_token_id: Int32 | None = None
     tilert_ref: Geometry | None = None
+    tilert_auth: Auth | None = None
+
+    def __post_init__(self) -> None:
+        if _depth(self.sampling) > MAX_DEPTH:
+            raise ValueError(f"sampling is nested more than {MAX_DEPTH} deep")
 
 
 class Accept(msgspec.Struct, kw_only=True):
@@ -123,6 +161,7 @@ class Accept(msgspec.Struct, kw_only=True):
     rid: Rid
     rank: Int32
     generation: Int63
+    tilert_auth: Auth | None = None
 
 
 class Reject(msgspec.Struct, kw_only=True):
@@ -136,6 +175,7 @@ class Reject(msgspec.Struct, kw_only=True):
     busy_rid: str | None = None
     busy_state: str | None = None
     max_seq_len: int | None = None
+    tilert_auth: Auth | None = None
 
     @property
     def transient(self) -> bool:
@@ -149,9 +189,10 @@ class Done(msgspec.Struct, kw_only=True):
     rid: Rid
     rank: Int32
     generation: Int63
+    tilert_auth: Auth | None = None
 
 
-Message = Hello | Announce | Accept | Reject | Done
+Message = Hello | Challenge | Announce | Accept | Reject | Done
 
 
 def _check_bases(name: str, bases: Bases, nshards: int | None) -> None:
@@ -162,6 +203,15 @@ def _check_bases(name: str, bases: Bases, nshards: int | None) -> None:
     for address in addresses:
         if not 0 < address < 2**64:
             raise ValueError(f"{name} holds {address}, which is not a 64-bit address")
+
+
+def _depth(value: Any) -> int:
+    """Nesting of lists and objects, counted no further than just past MAX_DEPTH."""
+    depth, level = 0, [value]
+    while depth <= MAX_DEPTH and (level := [inner for inner in level if isinstance(inner, dict | list)]):
+        depth += 1
+        level = [i for inner in level for i in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
 
 
 def encode(message: Message) -> bytes:
@@ -175,13 +225,14 @@ def encode(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into payloads."""
+    """Cuts a byte stream into payloads. limit: of the frames that come next; may be set between two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self.limit = limit
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads that `data` completes. ProtocolError as soon as a header asks for more than MAX_FRAME."""
+    def feed(self, data: bytes = b"") -> list[bytes]:
+        """Payloads that `data` completes. ProtocolError as soon as a header asks for more than the limit."""
         self._pending += data
         payloads = []
         while (end := self._frame_end()) is not None and end <= len(self._pending):
@@ -198,8 +249,8 @@ class FrameDecoder:
         if len(self._pending) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._pending)
-        if length > MAX_FRAME:
-            raise ProtocolError(f"a frame of {length} bytes; at most {MAX_FRAME} are legal")
+        if length > self.limit:
+            raise ProtocolError(f"a frame of {length} bytes; at most {self.limit} are legal")
         return _HEADER.size + length
 
 
@@ -219,6 +270,10 @@ def decode_hello(payload: bytes) -> Hello:
 
 def decode_announce(payload: bytes) -> Announce:
     return _decode(payload, Announce, "announce")
+
+
+def decode_challenge(payload: bytes) -> Challenge:
+    return _decode(payload, Challenge, "challenge")
 
 
 def decode_done(payload: bytes) -> Done:
@@ -299,6 +354,24 @@ def check_hello(
     if seq_len > hello.max_seq_len:
         raise HandoffRefused(f"seq_len {seq_len} exceeds decode's max_seq_len {hello.max_seq_len}")
     check_geometry(hello.tilert_ref, expected, checkpoint)
+    check_destination(hello, expected)
+
+
+def check_destination(hello: Hello, expected: BufferLayout) -> None:
+    """The planes lie beside each other in 64 bits of address, none over another. Raises HandoffRefused."""
+    target = replace(expected, max_seq_len=hello.max_seq_len, nshards=hello.shard_count)
+    bases = hello.plane_bases()
+    ranges = sorted(
+        (base, base + target.layer_slots * target.layer_bytes(plane), plane)
+        for plane in PLANES
+        for base in getattr(bases, plane)
+        if target.layer_bytes(plane)
+    )
+    for (_, end, plane), (start, _, other) in pairwise(ranges):
+        if end > start:
+            raise HandoffRefused(f"decode's {plane} plane ends at {end:#x}, its {other} plane begins at {start:#x}")
+    if ranges[-1][1] > 2**64:
+        raise HandoffRefused(f"decode's {ranges[-1][2]} plane ends at {ranges[-1][1]:#x}, beyond 64 bits")
 
 
 def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: str | None = None) -> None:

@@ -9,7 +9,7 @@ Source: protocol.md sections 8 (layout, versions), 7.1 (write plan), 11 (worked 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import torch
@@ -245,8 +245,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     has_index: bool
     kv_bytes: int
     pe_bytes: int
-    nixl_version: str | None = None
-    checkpoint: str | None = None
+    nixl_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    checkpoint: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             rank=rank,
             attempts=settings.admission_attempts,
             write_timeout_s=settings.write_timeout_s,
+            allowed=settings.allowed_hosts,
+            secret=settings.secret,
         )
         self._sender = Sender(config, lambda: make_transport(settings.transport, "", receiver=False))
         device, pinned = _staging_device(caches, settings)

@@ -42,12 +42,18 @@ from tilert_ref.connector.admission import (
     Released,
     Reply,
 )
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
 from tilert_ref.connector.codec import Accept
+from tilert_ref.connector.guests import Full, Guests
+from tilert_ref.connector.handshake import greet
 from tilert_ref.connector.layout import BufferLayout
+from tilert_ref.connector.secret import Secret
 from tilert_ref.connector.transport import TransferError, Transport, write_tag
 from tilert_ref.connector.transport.nixl import nixl_version
 
 MAX_CONNECTIONS = 64
+MAX_PER_PEER = 32
+"""From one address: four prefill instances on one machine, with eight ranks each."""
 ANNOUNCE_TIMEOUT_S = 30.0
 """A sender announces as soon as it has read hello. This bounds what a silent or dripping connection costs."""
 REPLY_TIMEOUT_S = 10.0
@@ -85,6 +91,8 @@ class ReceiveServer:
         senders: ranks 0 .. senders-1 make a request complete.
         request_timeout: seconds, see Admission; also the patience with an accepted sender if the transport is fenced.
         checkpoint: digest of the decode side's checkpoint, published in hello; None if not known.
+        peers: whose control connections are taken at all.
+        secret: if given, only senders that know it get hello's addresses.
     """
 
     def __init__(
@@ -97,6 +105,8 @@ class ReceiveServer:
         senders: int = 1,
         request_timeout: float = 120.0,
         checkpoint: str | None = None,
+        peers: AllowList = LOOPBACK_PEERS,
+        secret: Secret | None = None,
     ) -> None:
         if buffer.dtype != torch.uint8 or buffer.shape != (layout.total_bytes,):
             got = f"{buffer.dtype} {list(buffer.shape)}"
@@ -107,6 +117,10 @@ class ReceiveServer:
         self._host, self._wanted_port = host, port
         self._senders = senders
         self._request_timeout = request_timeout
+        self._peers = peers
+        self._secret = secret
+        self._guests = Guests(MAX_CONNECTIONS, MAX_PER_PEER)
+        self._refused = 0  # connections that were closed before hello
         self._geometry = layout.geometry(nixl_version() if transport.name == "nixl" else None, checkpoint)
         self._admission = Admission(frozenset(range(senders)), layout.max_seq_len, request_timeout, layout)
         self._changed = threading.Condition()
@@ -178,6 +192,7 @@ class ReceiveServer:
                 "ok": alive,
                 "transport": self._transport.name,
                 "open_connections": len(self._connections),
+                "refused_connections": self._refused,
                 "records": sorted(self._records),
                 "slot": self._snapshot(),
             }
@@ -202,33 +217,58 @@ class ReceiveServer:
     def _accept_loop(self) -> None:
         while not self._closing.is_set():
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except OSError as error:
                 if not self._closing.is_set():  # out of descriptors, or the peer is gone already
                     logger.error("cannot accept a control connection: %s", error)
                     self._closing.wait(0.1)
                 continue
-            self._start_serving(sock)
+            try:
+                self._start_serving(sock, wire.plain_address(address[0]))
+            except (OSError, RuntimeError) as error:  # the peer is gone already; no thread can be started
+                self._refuse(sock, str(error))
 
-    def _start_serving(self, sock: socket.socket) -> None:
+    def _start_serving(self, sock: socket.socket, peer: str) -> None:
+        if refused := self._peers.refusal_of_address(peer):
+            self._refuse(sock, refused)
+            return
+        connection = wire.Connection(sock)
+        thread = threading.Thread(target=self._serve_thread, args=(connection,), name="tilert-control", daemon=True)
         with self._changed:
-            if len(self._serving) >= MAX_CONNECTIONS:
-                logger.error("refused a control connection: %d are open", len(self._serving))
-                sock.close()
+            try:
+                leaver = self._guests.enter(connection, peer)
+            except Full as error:
+                self._refuse(sock, str(error))
                 return
-            thread = threading.Thread(target=self._serve_thread, args=(sock,), name="tilert-control", daemon=True)
             self._serving.add(thread)
-        thread.start()
-
-    def _serve_thread(self, sock: socket.socket) -> None:
+        if leaver is not None:
+            leaver.close()  # it has announced nothing, so nothing of it can be lost
         try:
-            self._serve(wire.Connection(sock))
+            thread.start()
+        except RuntimeError:
+            self._left(connection, thread)
+            raise
+
+    def _refuse(self, sock: socket.socket, reason: str) -> None:
+        sock.close()
+        with self._changed:
+            self._refused += 1
+            if self._refused & (self._refused - 1) == 0:  # the 1st, 2nd, 4th, ...: strangers must not fill the log
+                logger.error("refused a control connection (number %d): %s", self._refused, reason)
+
+    def _left(self, connection: wire.Connection, thread: threading.Thread) -> None:
+        with self._changed:
+            self._guests.leave(connection)
+            self._serving.discard(thread)
+
+    def _serve_thread(self, connection: wire.Connection) -> None:
+        try:
+            self._serve(connection)
         except (OSError, codec.ProtocolError, TransferError) as error:
             if not self._closing.is_set():
                 logger.warning("control connection ended: %s", error)
         finally:
-            with self._changed:
-                self._serving.discard(threading.current_thread())
+            self._left(connection, threading.current_thread())
 
     def _serve(self, connection: wire.Connection) -> None:
         conn = next(self._ids)
@@ -237,13 +277,15 @@ class ReceiveServer:
             self._apply(Connected(conn))
         finished = accepted = False
         try:
-            connection.send(self._hello(connection), time.monotonic() + REPLY_TIMEOUT_S)
-            announce = codec.decode_announce(connection.receive(time.monotonic() + ANNOUNCE_TIMEOUT_S))
+            deadline = time.monotonic() + ANNOUNCE_TIMEOUT_S
+            greet(connection, self._hello(connection), self._secret, deadline)
+            announce = connection.announce(deadline)
+            self._check_announce(connection, announce)
             reply = self._reply(conn, announce)
             accepted = isinstance(reply, Accept)
             connection.send(reply, time.monotonic() + REPLY_TIMEOUT_S)
             if accepted:
-                done = codec.decode_done(connection.receive(self._done_deadline()))
+                done = connection.done(self._done_deadline())
                 self._apply(DoneReceived(conn, done))
                 finished = done.done
         finally:
@@ -253,6 +295,17 @@ class ReceiveServer:
                 self._connections.pop(conn, None)
                 self._apply(Closed(conn))
             connection.close()
+
+    def _check_announce(self, connection: wire.Connection, announce: codec.Announce) -> None:
+        """Counts the connection as busy. Raises ProtocolError for lengths that admission doesn't look at."""
+        with self._changed:
+            if not self._guests.announced(connection):
+                raise wire.ConnectionLost(f"{connection.peer} announced too late: its place was given away")
+        scales, layers = len(announce.kv_scales or ()), self._layout.profile.num_layers
+        if scales not in (0, layers):
+            raise codec.ProtocolError(f"{scales} kv_scales for {layers} layers")
+        if announce.prompt_token_ids and (ids := len(announce.prompt_token_ids)) != announce.seq_len:
+            raise codec.ProtocolError(f"{ids} prompt_token_ids for seq_len {announce.seq_len}")
 
     def _hello(self, connection: wire.Connection) -> codec.Hello:
         with self._changed:
@@ -296,7 +349,7 @@ class ReceiveServer:
             case Reply(_, Accept(rid=rid, generation=generation)):
                 if self._failed_rid == rid:
                     self._failed_rid = None
-                self._admit(rid, write_tag(rid, generation))
+                self._admit(rid, write_tag(rid, generation, self._secret))
             case Completed(record):
                 self._admit(None, None)
                 self._records[record.rid] = record

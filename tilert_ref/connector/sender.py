@@ -25,9 +25,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tilert_ref.connector import codec, wire
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList, endpoint_host
 from tilert_ref.connector.codec import Accept, Announce, Done, HandoffRefused, Hello, ProtocolError
 from tilert_ref.connector.extract import Job, Part
+from tilert_ref.connector.handshake import read_hello
 from tilert_ref.connector.layout import BufferLayout, Copy, Geometry, LayoutError, write_plan
+from tilert_ref.connector.secret import Secret
 from tilert_ref.connector.staging import Slot
 from tilert_ref.connector.transport import TransferError, TransferTimeout, Transport, write_tag
 
@@ -47,7 +50,7 @@ class SenderConfig:
 
     layout: of a staging buffer; hello is checked against it. geometry: goes into announce. senders, rank: number of
     sender ranks, and which one this is. attempts: handshakes per job. write_timeout_s: for the parts that were ready
-    together.
+    together. allowed: hosts that may get KV. secret: if given, only nodes that know it do.
     """
 
     layout: BufferLayout
@@ -56,6 +59,8 @@ class SenderConfig:
     rank: int = 0
     attempts: int = 5
     write_timeout_s: float = 60.0
+    allowed: AllowList = LOOPBACK_HOSTS
+    secret: Secret | None = None
 
     @property
     def admission_window_s(self) -> float:
@@ -240,7 +245,8 @@ class _Attempt:
 
     def _hand_off(self) -> None:
         self._check_alive()
-        self._connection = wire.connect(self._claim.host, self._claim.port, _deadline(HANDSHAKE_TIMEOUT_S))
+        deadline = _deadline(HANDSHAKE_TIMEOUT_S)
+        self._connection = wire.connect(self._claim.host, self._claim.port, deadline, self._config.allowed)
         transport = self._transport()
         hello = self._read_hello(transport)
         self._accept = self._announce()
@@ -252,11 +258,12 @@ class _Attempt:
         self._send_done(True)
 
     def _read_hello(self, transport: Transport) -> Hello:
-        hello = codec.decode_hello(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
         config = self._config
+        hello = read_hello(self._connection, config.secret, _deadline(HANDSHAKE_TIMEOUT_S))
         codec.check_hello(
             hello, config.layout, config.senders, transport.name, self._claim.seq_len, config.geometry.checkpoint
         )
+        _check_data_address(hello, config.allowed, self._connection.peer_address)
         return hello
 
     def _announce(self) -> Accept:
@@ -272,7 +279,7 @@ class _Attempt:
             tilert_ref=config.geometry,
         )
         self._connection.send(announce, _deadline(HANDSHAKE_TIMEOUT_S))
-        reply = codec.decode_reply(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
+        reply = self._connection.reply(_deadline(HANDSHAKE_TIMEOUT_S))
         if not isinstance(reply, Accept):
             said = wire.describe(reply)
             raise _TryLater(f"refused for now: {said}") if reply.transient else HandoffRefused(f"refused: {said}")
@@ -291,7 +298,7 @@ class _Attempt:
             if part.ready is not None:
                 part.ready.synchronize()
         copies = [copy for part in parts for copy in self._copies(hello, part)]
-        tag = write_tag(self._accept.rid, self._accept.generation)
+        tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
             transport.write(hello.meta(), copies, tag, _deadline(self._config.write_timeout_s))
         except TransferTimeout:
@@ -336,6 +343,22 @@ class _Attempt:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def _check_data_address(hello: Hello, allowed: AllowList, peer: str) -> None:
+    """The data goes to the node that we talk to, or to another allowed one: hello must not send us anywhere else.
+
+    NIXL's metadata is a closed format: what is in it can't be checked here.
+    """
+    for name, scheme in (("zmq_endpoint", "tcp://"), ("session_id", "")):
+        endpoint = getattr(hello, name)
+        if endpoint is None:
+            continue
+        host = endpoint_host(endpoint, scheme)
+        if host is None:
+            raise HandoffRefused(f"decode's {name} is {endpoint[:256]!r}; legal: {scheme}ADDRESS:PORT")
+        if host != peer and (refused := allowed.refusal_of_address(host)):
+            raise HandoffRefused(f"decode's {name} names another host than {peer}: {refused}")
 
 
 def _deadline(seconds: float) -> float:

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
 from tilert_ref.connector.layout import Copy
+from tilert_ref.connector.secret import Secret
 
 TRANSPORTS = ("nixl", "zmq")
 
@@ -70,17 +72,22 @@ class Transport(Protocol):
         """Ends threads and sockets. Writes that are going on end with TransferError."""
 
 
-def write_tag(rid: str, generation: int) -> bytes:
-    """Names one admitted transfer: the generation never repeats in the receiver's lifetime."""
-    return f"{rid}:{generation}".encode()
+def write_tag(rid: str, generation: int, secret: Secret | None = None) -> bytes:
+    """Names one admitted transfer: the generation never repeats in the receiver's lifetime.
+
+    With a shared secret nobody else can make one.
+    """
+    tag = f"{rid}:{generation}".encode()
+    return tag if secret is None else tag + b":" + secret.digest(b"write tag", tag).encode()
 
 
-def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
+def make_transport(name: str, host: str, *, receiver: bool = True, peers: AllowList = LOOPBACK_PEERS) -> Transport:
     """A transport by its wire name.
 
     Args:
         host: address to listen on, receiver only; "" or "::" for all interfaces.
         receiver: False for the sending end, which opens no port.
+        peers: whose connections a receiver takes, where the transport can choose: zmq. NIXL takes any.
     """
     if name == "nixl":
         from tilert_ref.connector.transport.nixl import NixlTransport
@@ -89,7 +96,7 @@ def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
     if name == "zmq":
         from tilert_ref.connector.transport.zmq import ZmqTransport
 
-        return ZmqTransport(host if receiver else None)
+        return ZmqTransport(host if receiver else None, peers)
     if name == "mooncake":
         raise ValueError(f"transport 'mooncake' is not supported yet; legal: {', '.join(TRANSPORTS)}")
     raise ValueError(f"unknown transport {name!r}; legal: {', '.join(TRANSPORTS)}")
