@@ -87,8 +87,8 @@ class Hello(msgspec.Struct, kw_only=True):
     """
 
     magic: str
-    protocol_version: int = 1
-    layout_version: int
+    protocol_version: Int64 = 1
+    layout_version: Int64
     transport: str
     max_seq_len: Annotated[int, Meta(ge=1, lt=2**31)]
     busy: bool = False
@@ -170,11 +170,11 @@ class Reject(msgspec.Struct, kw_only=True):
     accepted: bool = False
     error: str
     rid: str | None = None
-    rank: int | None = None
+    rank: Int64 | None = None
     detail: str | None = None
     busy_rid: str | None = None
     busy_state: str | None = None
-    max_seq_len: int | None = None
+    max_seq_len: Int64 | None = None
     tilert_auth: Auth | None = None
 
     @property

@@ -5,8 +5,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList, peers
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
+from tilert_ref.connector.secret import Secret, read_secret
 from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.decode_server.engine_client import EngineDeadlines
 from tilert_ref.decode_server.engine_process import FACTORIES
@@ -28,6 +30,9 @@ it dies, the request that it worked on gets an error, and the engine is started 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
 
+Who may talk to it, on either port, is --allow-peers: without it this machine only. Name the prefill nodes and the
+routers there, and whatever asks for /health. $TILERT_REF_SECRET_FILE adds a secret that prefill nodes must know.
+
 GET /health answers 200 when a request could be served, 503 with the reason while the engine loads or restarts.
 """
 
@@ -39,6 +44,8 @@ environment, as in TileRT:
   TILERT_PD_NO_MTP         1: profile glm5 means its 78 layers without the MTP layer
   TILERT_PD_KI_TILED       1: index pages arrive in tiled order
   TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
+  TILERT_REF_SECRET_FILE   ours: a file with a secret of 16 bytes or more, for vLLM with our connector as well: only
+                           prefill nodes that know it are served. Or TILERT_REF_SECRET: the secret itself
 not used here:
   TILERT_PD_SHARDS         the buffer is one region in host memory
   TILERT_PD_PROBE_ADDR     the data address is the one at which the prefill node reached --ctrl-port
@@ -50,6 +57,8 @@ examples:
     python -m tilert_ref.decode_server --engine stub --model glm5 --senders 1
   a bf16 checkpoint behind a vLLM on the same machine:
     python -m tilert_ref.decode_server --model-weights-dir DIR --kv-cache-dtype bf16 --senders 1 --host 127.0.0.1
+  for prefill nodes and routers of one network:
+    ... --allow-peers 127.0.0.1 10.2.0.0/16
 """
 
 
@@ -65,6 +74,8 @@ class Options:
     kv_scale_rule: ScaleRule
     transport: str
     host: str
+    peers: AllowList
+    secret: Secret | None
     ctrl_port: int
     http_port: int
     senders: int
@@ -115,6 +126,13 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
 def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add = parser.add_argument_group("further flags").add_argument
     add("--host", default="::", help="address of both ports (default ::, every interface, IPv4 and IPv6)")
+    add(
+        "--allow-peers",
+        nargs="+",
+        metavar="ADDRESS",
+        help="addresses and CIDR networks that may connect to the control port, the HTTP port and zmq's data port "
+        f"(default {LOOPBACK_PEERS}); any: no limit, as in TileRT. NIXL's own ports are not covered",
+    )
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
     add(
         "--kv-scale-rule",
@@ -176,6 +194,8 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
         transport=args.transport,
         host=args.host,
+        peers=peers(args.allow_peers),
+        secret=read_secret(env),
         ctrl_port=args.ctrl_port,
         http_port=args.http_port,
         senders=min(max(args.senders, 1), MAX_SENDERS),  # TileRT clamps, and so does the other end

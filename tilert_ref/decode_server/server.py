@@ -20,9 +20,12 @@ from tilert_ref.decode_server.engine_client import EngineClient, EngineUnavailab
 from tilert_ref.decode_server.messages import EngineSpec
 from tilert_ref.decode_server.options import Options
 from tilert_ref.decode_server.service import DecodeService
+from tilert_ref.http_limits import BodyLimit, uvicorn_limits
 
 SHUTDOWN_S = 1.8
 """Seconds from the signal to the end of the process, whatever hangs."""
+MAX_BODY_BYTES = 4 * 2**20
+MAX_HTTP_CONNECTIONS = 256
 
 
 class HttpServer(uvicorn.Server):
@@ -62,9 +65,12 @@ async def _serve(
     options: Options, engine: EngineClient, receiver: ReceiveServer, http_socket: socket.socket, stop: asyncio.Event
 ) -> int:
     service = DecodeService(engine, receiver)
-    app = create_app(service, Identity(options.layout.profile.name, options.poll_s))
+    app = BodyLimit(create_app(service, Identity(options.layout.profile.name, options.poll_s)), MAX_BODY_BYTES)
+    limits = uvicorn_limits(MAX_HTTP_CONNECTIONS, options.peers)
     http = HttpServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, **limits
+        )
     )
     serving = asyncio.create_task(http.serve([http_socket]))
     say(f"http on {_address(http_socket)}, prefill nodes on port {receiver.port}; {describe(options)}")
@@ -111,10 +117,12 @@ def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
     receiver = ReceiveServer(
         layout=options.layout.layout(),
         buffer=buffer.tensor,
-        transport=make_transport(options.transport, options.host),
+        transport=make_transport(options.transport, options.host, peers=options.peers),
         host=options.host,
         port=options.ctrl_port,
         senders=options.senders,
+        peers=options.peers,
+        secret=options.secret,
     )
     receiver.start()
     return receiver
@@ -125,7 +133,8 @@ def describe(options: Options) -> str:
     profile = layout.profile
     return (
         f"{options.transport}, {layout.row_format.name}, profile {profile.name} with {profile.num_layers} layers, "
-        f"{layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB), {options.senders} sender(s)"
+        f"{layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB), {options.senders} sender(s), "
+        f"peers {options.peers}, {'a' if options.secret else 'no'} shared secret"
     )
 
 

@@ -21,6 +21,7 @@ from tilert_ref.router.client import Client, ClientGone, Receive, Send
 from tilert_ref.router.decode import DecodeClient, Done, Tokens, decode_body
 from tilert_ref.router.detokenize import Detokenizer
 from tilert_ref.router.errors import NodeLost, RouterError, UpstreamReply
+from tilert_ref.router.fetch import PLAIN
 from tilert_ref.router.fields import EndpointName
 from tilert_ref.router.parsing import Parsing
 from tilert_ref.router.pool import Node, Pool
@@ -213,7 +214,8 @@ def create_app(config: Config) -> Starlette:
         # No environment proxies: all peers are named on the command line.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=10.0)
-        async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as http:
+        client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, headers=PLAIN)
+        async with client as http:
             router = current["router"] = Router(config, http)
             watch = asyncio.create_task(router.pool.watch())
             yield

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tilert_ref.router.errors import NodeLost, RouterError
+from tilert_ref.router.fetch import BadReply, Fetched, fetch, read
 from tilert_ref.router.pool import Node
 from tilert_ref.router.prefill import Prefilled, describe, token_id
 from tilert_ref.router.request import Request
@@ -40,6 +41,7 @@ DRAIN_TIMEOUT_S = 1.0
 # On top of the wait for KV: a stock node drains KV for up to 30 s before it refuses, then there is injection.
 FIRST_LINE_GRACE_S = 60.0
 MAX_LINE_BYTES = 4 * 2**20
+MAX_REPLY_BYTES = 2**20  # of everything but the token stream
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class DecodeClient:
                     yield event
                     return
                 sent += len(event.ids)
+                if sent > body["max_tokens"]:
+                    text = f"decode node {node} sent more than the {body['max_tokens']} tokens that it was asked for"
+                    raise RouterError(502, text, code="decode_failed")
                 yield event
         raise NodeLost(502, f"decode node {node} ended its answer without a last line", code="decode_truncated")
 
@@ -145,15 +150,15 @@ class DecodeClient:
     async def _error_body(response: httpx.Response) -> bytes:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                return await response.aread()
-        except (TimeoutError, httpx.HTTPError):
+                return await read(response, MAX_REPLY_BYTES)
+        except (TimeoutError, BadReply, httpx.HTTPError):
             return b""
 
     async def _lines(self, node: Node, response: httpx.Response) -> AsyncIterator[bytes]:
         """Lines of the answer. httpx's own line reader splits at U+2028 and others too, which JSON strings may hold."""
         buffer = b""
         limit = self._first_line_s
-        chunks = response.aiter_bytes()
+        chunks = response.aiter_raw()
         while True:
             try:
                 async with asyncio.timeout(limit):
@@ -204,13 +209,13 @@ class DecodeClient:
 
     async def _ask(
         self, node: Node, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
-    ) -> httpx.Response:
+    ) -> Fetched:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, node.url + path, json=body)
+                return await fetch(self._http, method, node.url + path, MAX_REPLY_BYTES, json=body)
         except TimeoutError:
             raise NodeLost(503, f"{path} didn't answer within {timeout_s:g} s", code="no_decode_node") from None
-        except httpx.HTTPError as e:
+        except (BadReply, httpx.HTTPError) as e:
             raise NodeLost(503, f"{path}: {describe(e)}", code="no_decode_node") from None
 
 
@@ -276,7 +281,7 @@ def _typed_error(message: dict[str, Any], default_status: int) -> RouterError:
     return RouterError(TYPED_STATUS.get(code, default_status), f"decode: {message['error']}", code=code)
 
 
-def _works_on(status: httpx.Response, rid: str) -> bool:
+def _works_on(status: Fetched, rid: str) -> bool:
     try:
         return status.json().get("current_rid") == rid
     except (ValueError, AttributeError, RecursionError):

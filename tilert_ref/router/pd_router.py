@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from tilert_ref.http_limits import uvicorn_limits
 from tilert_ref.router.app import Config, create_app
 from tilert_ref.router.detokenize import Detokenizer, load_detokenizer
 from tilert_ref.router.grammars import GRAMMARS
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_peers(parser.add_argument_group("peers"))
     _add_text(parser.add_argument_group("text and sampling"))
-    _add_limits(parser.add_argument_group("limits, in seconds"))
+    _add_limits(parser.add_argument_group("limits, in seconds where nothing is said"))
     return parser
 
 
@@ -113,6 +114,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-body-mb", type=_positive, default=64.0, help="largest request body in MiB (default %(default)g)"
     )
+    group.add_argument(
+        "--max-connections", type=_places, metavar="N", default=1024,
+        help="open client connections; then the oldest that has sent no whole header goes (default %(default)s)",
+    )  # fmt: skip
 
 
 def _node(text: str) -> Node:
@@ -127,6 +132,12 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"has to be a number >= 0, got {text}")
     return value
+
+
+def _places(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**20:
+        raise argparse.ArgumentTypeError(f"has to be an integer from 1 to {2**20 - 1}, got {text}")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -174,7 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every health probe
     log.info("parser: %s", config.parsing.grammar.name if config.parsing else "none")
     # A client that streams for minutes must not keep a stopped router alive.
-    uvicorn.run(create_app(config), host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=5)
+    limits = uvicorn_limits(args.max_connections)
+    app = create_app(config)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=5, **limits)
 
 
 if __name__ == "__main__":
