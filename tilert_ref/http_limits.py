@@ -148,12 +148,9 @@ def _reply(status: int, error: str) -> bytes:
 
 
 async def _refuse(send: Send, status: int, error: str) -> None:
-    # Closing: what is left of the body is not worth reading.
+    # The connection stays: closed before the body's end, it would be reset, and this reply might never be seen. What is
+    # left of the body is read and dropped, for BODY_S.
     body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),
-    ]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

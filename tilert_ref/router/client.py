@@ -92,9 +92,7 @@ class Client:
     async def fail(self, error: RouterError) -> None:
         """Tells the client: as a status if nothing is out yet, else as the end of the event stream."""
         if not self.started:
-            # Of a body that is too long or too slow, the rest is not waited for.
-            closing = {"Connection": "close"} if error.status in (408, 413) else {}
-            await self.json(error.status, error.body(), error.headers() | closing)
+            await self.json(error.status, error.body(), error.headers())
         elif not self.complete:
             await self.events(error_events(error))
             await self.end()
