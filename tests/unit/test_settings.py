@@ -17,6 +17,7 @@ def test_defaults() -> None:
     assert (settings.ctrl_port, settings.transport, settings.admission_attempts) == (5556, "nixl", 5)
     assert (settings.max_seq_len, settings.model, settings.buffer_device) == (4096, None, None)
     assert settings.pipeline and not settings.eager_init and not settings.tiled and not settings.no_mtp
+    assert settings.secret is None
     assert settings.allowed_hosts is LOOPBACK_HOSTS and settings.max_staging_bytes is None
 
 
@@ -44,8 +45,9 @@ def test_values() -> None:
             "tilert_write_timeout_s": 5,
         },
         {"TILERT_PD_BUFFER_DEVICE": "cpu", "TILERT_PD_PIPELINE": "0", "TILERT_PD_KI_TILED": "1"}
-        | {"TILERT_PD_NO_MTP": "1", "TILERT_PD_EAGER_INIT": "1"},
+        | {"TILERT_PD_NO_MTP": "1", "TILERT_PD_EAGER_INIT": "1", "TILERT_REF_SECRET": "correct horse battery"},
     )
+    assert settings.secret is not None and "horse" not in repr(settings)
     assert (settings.ctrl_port, settings.model, settings.max_seq_len) == (7000, "glm5", 128)
     assert (settings.transport, settings.admission_attempts, settings.write_timeout_s) == ("zmq", 2, 5.0)
     assert settings.allowed_hosts.names == {"d1", "d2"} and settings.max_staging_bytes == 1 << 20
@@ -74,6 +76,7 @@ def test_flags_that_are_off(value: str) -> None:
         ({"tilert_allowed_hosts": "d1"}, {}, "tilert_allowed_hosts is 'd1'; legal: a list"),
         ({"tilert_allowed_hosts": []}, {}, r"tilert_allowed_hosts is \[\]; legal: addresses, .* or '\*' alone"),
         ({"tilert_allowed_hosts": ["10.0.0.0/33"]}, {}, "tilert_allowed_hosts has '10.0.0.0/33'; legal: addresses"),
+        ({}, {"TILERT_REF_SECRET": "sesame"}, "TILERT_REF_SECRET: a shared secret has 16 to 4096 bytes, got 6"),
         ({}, {"TILERT_PD_BUFFER_DEVICE": "tpu"}, "is 'tpu'; legal: cpu, cuda"),
         ({}, {"TILERT_EXTRACT_MODE": "legacy"}, "TILERT_EXTRACT_MODE=legacy is not supported; legal: fast"),
         ({}, {"TILERT_PD_PIPELINE_SIDE_STREAM": "1"}, "TILERT_PD_PIPELINE_SIDE_STREAM=1 is not supported"),

@@ -7,10 +7,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 import uvicorn
 
+from tilert_ref.connector.allow import parse_address
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
 from tilert_ref.connector.wire import listen
@@ -113,7 +114,15 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
     )
 
 
+def keep_ucx_local(host: str, env: MutableMapping[str, str]) -> None:
+    """NIXL's UCX listens on every interface unless told otherwise, also where --host says that we don't."""
+    address = parse_address(host)
+    if host == "localhost" or (address is not None and address.is_loopback):
+        env.setdefault("UCX_NET_DEVICES", "lo")
+
+
 def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
+    keep_ucx_local(options.host, os.environ)
     receiver = ReceiveServer(
         layout=options.layout.layout(),
         buffer=buffer.tensor,
