@@ -22,7 +22,8 @@ from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.codec import Accept, Announce, Done
 from tilert_ref.connector.extract import Job, Part
 from tilert_ref.connector.guests import Full, Guests
-from tilert_ref.connector.layout import BF16, PLANES, BufferLayout, model_profile
+from tilert_ref.connector.handshake import read_hello
+from tilert_ref.connector.layout import BF16, PLANES, BufferLayout, bf16_row, model_profile
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.sender import Sender, SenderConfig
 from tilert_ref.connector.staging import Slot
@@ -406,6 +407,25 @@ def test_hellos_that_lie_about_memory_are_refused_before_an_announce(
         assert reason in failure and heard == [b""]
 
 
+@given(st.lists(st.integers(1, 9), min_size=9, max_size=9), st.sampled_from([1, 3]), st.integers(0, 6))
+def test_planes_are_told_apart(starts: list[int], nshards: int, top: int) -> None:
+    """Against every byte of a small buffer; `top` moves it to the end of the address space."""
+    layout = BufferLayout(model_profile(nshards, False, False), bf16_row(1, 1), max_seq_len=1, nshards=nshards)
+    shift = 2**64 - 1 - top if top else 1 << 20
+    kv, pe, ki = ([shift - 5 + start for start in starts[i::3]][:nshards] for i in range(3))
+    bases = {"kv_base": kv, "pe_base": pe, "ki_base": ki}  # there is no index, so ki takes no bytes
+    geometry, nothing = layout.geometry(), {"magic": "", "layout_version": 1, "transport": "", "max_seq_len": 1}
+    covered = [base + byte for base in kv + pe for byte in range(2)]
+    legal = len(set(covered)) == len(covered) and max(covered) < 2**64
+    try:
+        hello = codec.Hello(**nothing, **bases, nshards=nshards, tilert_ref=geometry)
+        codec.check_destination(hello, layout)
+    except (ValueError, codec.HandoffRefused):
+        assert not legal or max(ki) >= 2**64
+    else:
+        assert legal
+
+
 def test_data_may_go_to_another_host_of_the_list() -> None:
     elsewhere = frame(HELLO | {"zmq_endpoint": "tcp://127.0.0.9:9"})
     failure, heard = outcome(elsewhere, frame(ACCEPT), seconds=0.2)
@@ -438,6 +458,11 @@ def test_replies_that_lie_are_refused_before_a_write(reply: Any, reason: str) ->
 def test_refusals_that_talk_too_much_are_cut() -> None:
     failure, _ = outcome(frame(HELLO), frame({"accepted": False, "error": "x" * 60_000}))
     assert len(failure) < 1200
+
+
+def test_a_node_that_closes_at_once_says_where_to_look() -> None:
+    with serving(peers=STRANGERS) as server, pytest.raises(wire.ConnectionLost, match=r"on the node's --allow-peers\?"):
+        read_hello(wire.connect("127.0.0.1", server.port, soon()), None, soon())
 
 
 def test_a_hello_without_end_is_cut_off() -> None:

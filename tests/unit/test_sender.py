@@ -179,6 +179,13 @@ def test_waiting_for_one_request_does_not_hold_up_the_next(node: Node, prefill: 
     assert prefill.jobs[0].failure is None  # still between its attempts
 
 
+def test_destinations_are_limited(prefill: Prefill, silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MAX_DESTINATIONS", 1)
+    prefill.step(claim("a", silent), claim("b", silent + 1 if silent < 65535 else 1))
+    assert prefill.jobs[1].failure == "1 other destinations are in use"
+    assert prefill.jobs[0].failure is None
+
+
 def test_permanent_refusals_are_not_retried(node: Node, prefill: Prefill, caplog: pytest.LogCaptureFixture) -> None:
     prefill.step(node.claim("a"))
     node.server.wait("a", 20, NEVER)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tilert_ref.connector import codec
 from tilert_ref.connector.codec import Auth, Challenge, HandoffRefused, Hello, ProtocolError, Reject
 from tilert_ref.connector.secret import FILE_VARIABLE, ProofError, Secret, Session, new_nonce
-from tilert_ref.connector.wire import Connection, describe
+from tilert_ref.connector.wire import Connection, ConnectionLost, describe
 
 _PRIVATE = ("nshards", "session_id", "nixl_meta", "nixl_dev", "zmq_endpoint", "tilert_ref")
 
@@ -47,9 +47,13 @@ def _answered(connection: Connection, secret: Secret, nonce: str, deadline: floa
 def read_hello(connection: Connection, secret: Secret | None, deadline: float) -> Hello:
     """Prefill side: the hello with the addresses, from a node that has proved to know the secret if we have one.
 
-    Raises HandoffRefused, naming the setting, if only one end has a secret or they are different.
+    Raises HandoffRefused, naming the setting, if only one end has a secret or they are different; OSError and
+    ProtocolError as the connection does.
     """
-    hello = connection.hello(deadline)
+    try:
+        hello = connection.hello(deadline)
+    except ConnectionError as error:
+        raise ConnectionLost(f"{error} before its hello: is this machine on the node's --allow-peers?") from error
     if secret is None:
         if hello.withheld:
             raise HandoffRefused(f"the decode node asks for a shared secret; set {FILE_VARIABLE} for vLLM too")

@@ -38,6 +38,8 @@ RETRY_STEP_S = 0.2
 HANDSHAKE_TIMEOUT_S = 10.0
 PART_TIMEOUT_S = 110.0  # TileRT's server gives up on a silent sender after 120 s
 IDLE_S = 30.0
+MAX_DESTINATIONS = 256
+"""Threads. Whoever reaches vLLM's API can name any port of an allowed host, each one a destination of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +89,13 @@ class Sender:
             if waiting is not None:
                 waiting.put(_Try(job))
                 return
-            if not self._closed:
+            if not self._closed and len(self._queues) < MAX_DESTINATIONS:
                 self._start_thread(destination, job)
                 return
-        job.fail("the sender is closed")
+            reason = "the sender is closed" if self._closed else f"{len(self._queues)} other destinations are in use"
+        if not self._closed:
+            logger.error("request %s is not handed off: %s", job.claim.request_id, reason)
+        job.fail(reason)
         job.sender_through()
 
     def start_transport(self) -> None:
