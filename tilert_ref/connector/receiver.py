@@ -208,7 +208,7 @@ class ReceiveServer:
             connections, serving = list(self._connections.values()), list(self._serving)
             self._changed.notify_all()
         for connection in connections:
-            connection.close()
+            connection.interrupt()
         for thread in [self._acceptor, *serving]:
             if thread is not None:
                 thread.join(timeout=5)
@@ -242,7 +242,7 @@ class ReceiveServer:
                 return
             self._serving.add(thread)
         if leaver is not None:
-            leaver.close()  # it has announced nothing, so nothing of it can be lost
+            leaver.interrupt()  # it has announced nothing, so nothing of it can be lost
         try:
             thread.start()
         except RuntimeError:
@@ -277,6 +277,8 @@ class ReceiveServer:
             self._apply(Connected(conn))
         finished = accepted = False
         try:
+            if self._closing.is_set():  # too late for close() to see this connection
+                return
             deadline = time.monotonic() + ANNOUNCE_TIMEOUT_S
             greet(connection, self._hello(connection), self._secret, deadline)
             announce = connection.announce(deadline)

@@ -36,7 +36,7 @@ from tilert_ref.connector.codec import (
 )
 from tilert_ref.connector.secret import Session
 
-BACKLOG = 32
+BACKLOG = 128  # connections that wait for accept; TileRT has 32, which a burst of idle ones fills
 RECEIVE_BYTES = 1 << 16
 MAX_SAID = 1000  # characters of a peer's refusal that go into a log
 WILDCARDS = ("", "::", "0.0.0.0")
@@ -136,10 +136,17 @@ class Connection:
             raise ProtocolError(f"a frame of {len(payload)} bytes; at most {limit} are legal")
         return payload
 
-    def close(self) -> None:
-        """Legal from any thread and more than once; a receive in another thread ends with ConnectionLost."""
+    def interrupt(self) -> None:
+        """For other threads: a send or receive that is going on, or comes, ends with an OSError.
+
+        The socket stays open: were it closed here, its owner could go on with a number that is another socket's by now.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Legal more than once."""
+        self.interrupt()
         self._socket.close()
 
 
