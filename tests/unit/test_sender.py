@@ -258,7 +258,7 @@ def test_failed_extraction_fails_its_request_only(
     node: Node, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill.step(node.claim("short of blocks", 40, [5, 2]), node.claim("a"))
-    with pytest.raises(HandoffFailed, match="gave up on the KV of 'short of blocks'"):
+    with pytest.raises(HandoffFailed, match="'short of blocks' failed: rank 0"):
         node.server.wait("short of blocks", 20, NEVER)
     node.server.release("short of blocks")
     assert torch.equal(node.receive("a"), rows_of(40))

@@ -13,7 +13,12 @@ Wire versions (`protocol_version` in hello):
     2   TileRT 0.1.6.
 Ours adds, without a new number, what a peer of version 2 ignores or refuses cleanly:
     -   `tilert_ref` in hello and announce: a `Geometry`, which has a `version` of its own (1 is the first);
-    -   transport `zmq` and its hello field `zmq_endpoint`.
+    -   transport `zmq` and its hello field `zmq_endpoint`;
+    -   `takes_failures` in hello: an announce with `failed` tells that a rank's handoff will not come, and why. It is
+        the connection's only message. Any other server would take it for an offer;
+    -   `any_slot` in announce: the sender writes to the addresses that accept names, if any (`kv_base`, `pe_base`,
+        `ki_base`, as in hello);
+    -   `error` in a done that is false: why the rank gave up.
 
 Source: protocol.md section 3.
 """
@@ -31,6 +36,7 @@ MAGIC = "tilert-pd"
 PROTOCOL_VERSION = 2
 MAX_FRAME = 16 * 2**20
 MAX_SHARDS = 1024
+MAX_REASON = 1000
 TRANSIENT_REASONS = frozenset({"busy", "cancelling"})
 
 _HEADER = struct.Struct("!I")
@@ -41,6 +47,7 @@ Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 Int63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Bases = int | list[int]
 
 
@@ -74,6 +81,7 @@ class Hello(msgspec.Struct, kw_only=True):
     nixl_meta: str | None = None
     nixl_dev: Int32 | None = None
     zmq_endpoint: str | None = None
+    takes_failures: bool | None = None
     tilert_ref: Geometry | None = None
 
     def __post_init__(self) -> None:
@@ -116,13 +124,20 @@ class Announce(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[Int32] | None = None
     first_token_id: Int32 | None = None
     tilert_ref: Geometry | None = None
+    any_slot: bool | None = None
+    failed: Reason | None = None
 
 
 class Accept(msgspec.Struct, kw_only=True):
+    """The bases, if given, are where to write instead of hello's: only for a sender whose announce had `any_slot`."""
+
     accepted: bool = True
     rid: Rid
     rank: Int32
     generation: Int63
+    kv_base: Bases | None = None
+    pe_base: Bases | None = None
+    ki_base: Bases | None = None
 
 
 class Reject(msgspec.Struct, kw_only=True):
@@ -149,6 +164,7 @@ class Done(msgspec.Struct, kw_only=True):
     rid: Rid
     rank: Int32
     generation: Int63
+    error: Reason | None = None
 
 
 Message = Hello | Announce | Accept | Reject | Done
@@ -252,9 +268,7 @@ def make_hello(
         meta: the transport's `local_meta()`.
         geometry: default `layout.geometry()`.
     """
-    bases = layout.bases_at(shard_addresses)
-    sharded = layout.nshards > 1
-    kv, pe, ki = (base if sharded else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
     return Hello(
         magic=MAGIC,
         protocol_version=PROTOCOL_VERSION,
@@ -266,10 +280,22 @@ def make_hello(
         kv_base=kv,
         pe_base=pe,
         ki_base=ki,
-        nshards=layout.nshards if sharded else None,
+        nshards=layout.nshards if layout.nshards > 1 else None,
         tilert_ref=geometry or layout.geometry(),
         **(meta or {}),
     )
+
+
+def name_bases(accept: Accept, layout: BufferLayout, shard_addresses: Sequence[int]) -> Accept:
+    """accept for a slot whose shards lie at other addresses than hello named."""
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
+    return msgspec.structs.replace(accept, kv_base=kv, pe_base=pe, ki_base=ki)
+
+
+def _wire_bases(layout: BufferLayout, shard_addresses: Sequence[int]) -> tuple[Bases, Bases, Bases]:
+    bases = layout.bases_at(shard_addresses)
+    kv, pe, ki = (base if layout.nshards > 1 else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    return kv, pe, ki
 
 
 def check_hello(
@@ -299,6 +325,18 @@ def check_hello(
     if seq_len > hello.max_seq_len:
         raise HandoffRefused(f"seq_len {seq_len} exceeds decode's max_seq_len {hello.max_seq_len}")
     check_geometry(hello.tilert_ref, expected, checkpoint)
+
+
+def destination(hello: Hello, accept: Accept) -> Hello:
+    """hello with the addresses that an accept for another slot names. ProtocolError if they don't fit its shards."""
+    bases = {name: getattr(accept, name) for name in ("kv_base", "pe_base", "ki_base")}
+    if all(base is None for base in bases.values()):
+        return hello
+    moved = msgspec.structs.asdict(hello) | bases
+    try:
+        return Hello(**moved)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"not a legal accept: {error}") from error
 
 
 def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: str | None = None) -> None:

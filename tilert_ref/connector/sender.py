@@ -244,6 +244,7 @@ class _Attempt:
         transport = self._transport()
         hello = self._read_hello(transport)
         self._accept = self._announce()
+        hello = codec.destination(hello, self._accept)
         self._register(transport)
         while parts := self._job.take(PART_TIMEOUT_S):
             self._check_alive()
@@ -270,6 +271,7 @@ class _Attempt:
             admission_window_s=config.admission_window_s,
             prompt_token_ids=claim.prompt_token_ids if claim.prompt_token_ids and config.rank == 0 else None,
             tilert_ref=config.geometry,
+            any_slot=True,
         )
         self._connection.send(announce, _deadline(HANDSHAKE_TIMEOUT_S))
         reply = codec.decode_reply(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))

@@ -90,20 +90,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """An engine with the buffer that it reads its prompts from. engine_layers: how many layers it has a cache for."""
+    """An engine with the receive slots that it reads its prompts from: uint8 [slots, layout.total_bytes].
+
+    engine_layers: how many layers it has a cache for.
+    """
 
     engine: DecodeEngine
     layout: BufferLayout
-    buffer: torch.Tensor
+    slots: torch.Tensor
     engine_layers: int
 
     def prompt(self, request: Generate) -> PromptKV:
-        """Views of the receive buffer, no copies (tiled index pages excepted: engines read linear ones)."""
-        layers = [self._layer(index, request.seq_len) for index in range(self.engine_layers)]
+        """Views of the request's slot, no copies (tiled index pages excepted: engines read linear ones)."""
+        slot = self.slots[request.slot]
+        layers = [self._layer(slot, index, request.seq_len) for index in range(self.engine_layers)]
         return PromptKV(request.rid, request.seq_len, request.last_prompt_token, layers)
 
-    def _layer(self, index: int, seq_len: int) -> LayerKV:
-        kv, pe, pages = plane_views(self.layout, self.buffer, index, seq_len)
+    def _layer(self, slot: torch.Tensor, index: int, seq_len: int) -> LayerKV:
+        kv, pe, pages = plane_views(self.layout, slot, index, seq_len)
         if pages is not None and self.layout.tiled:
             pages = untile_index_pages(pages)
         latent = kv if self.layout.row_format is FP8_DS_MLA else kv.view(torch.bfloat16)
@@ -170,7 +174,7 @@ def describe(error: Exception) -> str:
 def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
     """Maps the receive buffer and loads the engine. Raises whatever the engine's factory raises."""
     layout = spec.layout.layout()
-    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes)
+    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes, spec.slots)
     engine = factory(spec.engine)(
         spec.model_dir,
         device=resolve_device(spec.device),
@@ -180,7 +184,7 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         kv_scale_rule=spec.kv_scale_rule,
         progress=progress,
     )
-    return Host(engine, layout, buffer.tensor, engine_layers(spec, layout))
+    return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
 
 
 def factory(name: str) -> Callable[..., DecodeEngine]:

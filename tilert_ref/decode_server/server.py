@@ -45,7 +45,7 @@ async def run(options: Options) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _stop_by_signal, stop)
     layout = options.layout.layout()
     with listen(options.host, options.http_port) as http_socket:
-        buffer = SharedBuffer.create(layout.total_bytes)
+        buffer = SharedBuffer.create(layout.total_bytes, options.receive_slots)
         engine = EngineClient(engine_spec(options, buffer), say, options.deadlines)
         engine.start()
         try:
@@ -104,13 +104,14 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         layout=options.layout,
         buffer_fd=buffer.fd,
         kv_scale_rule=options.kv_scale_rule,
+        slots=options.receive_slots,
     )
 
 
 def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
     receiver = ReceiveServer(
         layout=options.layout.layout(),
-        buffer=buffer.tensor,
+        buffer=buffer.slots,
         transport=make_transport(options.transport, options.host),
         host=options.host,
         port=options.ctrl_port,
@@ -125,7 +126,8 @@ def describe(options: Options) -> str:
     profile = layout.profile
     return (
         f"{options.transport}, {layout.row_format.name}, profile {profile.name} with {profile.num_layers} layers, "
-        f"{layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB), {options.senders} sender(s)"
+        f"{options.receive_slots} slot(s) of {layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB each), "
+        f"{options.senders} sender(s)"
     )
 
 

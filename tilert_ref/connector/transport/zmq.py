@@ -3,8 +3,9 @@
     sender (DEALER) -> receiver (ROUTER)   tag | header: number, address | bytes      one chunk
     receiver -> sender                     number | error text, empty if written      one reply per chunk, in order
 
-The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is the admitted one
-and the whole range is registered, so a chunk that comes late, or from a stranger, changes nothing.
+The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is an admitted one and
+the whole range is in that tag's region, so a chunk that comes late, or from a stranger, changes nothing, and one that
+goes astray changes no other request's KV.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -67,8 +68,8 @@ class ZmqTransport:
         host = address if self._host in WILDCARDS else self._host
         return {"zmq_endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
 
-    def admit(self, tag: bytes | None) -> None:
-        self._receiving().admit(tag)
+    def admit(self, tags: Mapping[bytes, int]) -> None:
+        self._receiving().admit(tags)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         endpoint = hello_meta.get("zmq_endpoint")
@@ -188,7 +189,7 @@ class _Writer:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, regions: Regions) -> None:
         self._regions = regions
-        self._admitted: bytes | None = None
+        self._admitted: Mapping[bytes, int] = {}
         self._write_lock = threading.Lock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -202,10 +203,10 @@ class _Writer:
         self._thread = threading.Thread(target=self._run, name="tilert-zmq-receive", daemon=True)
         self._thread.start()
 
-    def admit(self, tag: bytes | None) -> None:
+    def admit(self, tags: Mapping[bytes, int]) -> None:
         """Returns when no chunk of another tag is being written."""
         with self._write_lock:
-            self._admitted = tag
+            self._admitted = dict(tags)
 
     def close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -232,12 +233,15 @@ class _Writer:
     def _store(self, tag: bytes, address: int, data: memoryview) -> str:
         """Writes one chunk, or says why not."""
         with self._write_lock:
-            if tag != self._admitted:
+            start = self._admitted.get(tag)
+            if start is None:
                 return f"transfer {tag!r} is not admitted"
             try:
-                self._regions.find(address, len(data))
+                region = self._regions.find(address, len(data))
             except TransferError as error:
                 return str(error)
+            if region.start != start:
+                return f"{len(data)} bytes at {address:#x} are not in the slot of transfer {tag!r}"
             _memory(address, len(data))[:] = data
             return ""
 
