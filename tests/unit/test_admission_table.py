@@ -484,7 +484,7 @@ def test_a_sender_of_tilert_comes_back_and_is_offered_its_slot() -> None:
     desk = Desk(senders=2, slots=2)
     desk.announce("a0", "a")
     assert desk.connect("b0") == 0
-    reject = desk.say("b0", "b")
+    reject = desk.say("b0", "b", admission_window_s=3.0)
     assert (reject.error, reject.busy_rid, reject.transient) == ("busy", "a", True)
     assert desk.admission.announced("b", desk.now)
     desk.now = 0.1
@@ -515,7 +515,7 @@ def test_a_wrong_guess_costs_one_more_retry_at_most() -> None:
 def test_a_retry_that_never_comes_is_forgotten() -> None:
     desk = Desk(senders=2, slots=2)
     desk.announce("a0", "a")
-    desk.announce("b0", "b")
+    desk.announce("b0", "b", admission_window_s=3.0)
     desk.now = 60.0
     assert not desk.admission.announced("b", desk.now)
     assert desk.connect("a1") == 0

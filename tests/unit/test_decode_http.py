@@ -88,7 +88,13 @@ def test_health_and_capabilities(stub: Server, double: Server) -> None:
     capabilities = {"penalties": True, "ignore_eos": True, "logprobs": True}
     assert stub.get("/capabilities") == (
         200,
-        {"profile": "glm5", "engine": "StubEngine", "capabilities": capabilities},
+        {
+            "profile": "glm5",
+            "engine": "StubEngine",
+            "capabilities": capabilities,
+            "receive_slots": 2,
+            "max_seq_len": 256,
+        },
     )
     assert double.get("/capabilities")[1]["capabilities"]["penalties"] is False
     assert any("stub engine: no weights" in line for line in stub.lines)

@@ -186,6 +186,7 @@ class Admission:
         self._expected: set[str] = set()  # rids that a consumer waits for
         self._wishes: dict[tuple[str, int], _Wish] = {}  # by rid and rank
         self._failures: dict[str, dict[int, tuple[str, float]]] = {}  # rid -> rank -> why, when
+        self._retrying: dict[str, float] = {}  # rid -> until when its sender comes again after a transient reject
         self._now = float("-inf")
         # In protocol.md's row order. The first reject wins.
         self._checks: tuple[Callable[[Announce], Reject | None], ...] = (
@@ -236,8 +237,16 @@ class Admission:
     def announced(self, rid: str, now: float) -> bool:
         """Is rid in a slot, or was a rank of it sent away to come back soon?"""
         self._now = max(self._now, now)
-        self._forget_wishes()
-        return self._find(rid) is not None or any(wish.announce.rid == rid for wish in self._wishes.values())
+        return self._find(rid) is not None or self._retrying.get(rid, self._now) > self._now
+
+    def transferring(self) -> bool:
+        """Is anybody writing?"""
+        return any(slot.writers for slot in self._slots if slot)
+
+    def stuck(self, now: float) -> bool:
+        """Is every slot taken by a transfer that hangs: begun over `request_timeout` ago, with writers connected?"""
+        self._now = max(self._now, now)
+        return all(slot and slot.writers and self._expired(slot.started_at) for slot in self._slots)
 
     def snapshot(self, now: float) -> dict[str, Any]:
         """For health pages: plain values only. The facts of the oldest request are also at the top level."""
@@ -348,13 +357,19 @@ class Admission:
             return [Close(conn)]
         for check in self._checks:
             if reject := check(announce):
-                if not reject.transient and reject.error != "duplicate_rank":
-                    self._fail(announce.rid, announce.rank, _refused(reject))
-                return [Reply(conn, reject), Close(conn)]
+                return self._refuse(conn, announce, reject)
         index = self._place(announce, peer.offered)
         if index is None:
-            return [Reply(conn, self._busy_reject(announce.rid, peer.offered)), Close(conn)]
+            return self._refuse(conn, announce, self._busy_reject(announce.rid, peer.offered))
         return self._accept(conn, announce, index)
+
+    def _refuse(self, conn: Conn, announce: Announce, reject: Reject) -> list[Action]:
+        if reject.transient:
+            self._retrying = {rid: until for rid, until in self._retrying.items() if until > self._now}
+            self._retrying[announce.rid] = self._now + min(announce.admission_window_s, self._request_timeout)
+        elif reject.error != "duplicate_rank":
+            self._fail(announce.rid, announce.rank, _refused(reject))
+        return [Reply(conn, reject), Close(conn)]
 
     def _busy_reject(self, rid: str, offered: int) -> Reject:
         slot = self._slots[offered]

@@ -143,12 +143,19 @@ class ReceiveServer:
         """A consumer wants rid: its announces are accepted again, also if it was released before."""
         self._apply(Expected(rid))
 
-    def wait(self, rid: str, timeout: float, cancelled: threading.Event) -> Record:
+    def wait(
+        self, rid: str, timeout: float, cancelled: threading.Event, announce_timeout: float | None = None
+    ) -> Record:
         """Blocks until rid's KV is complete and claims its slot, which then stays as it is until `release(rid)`.
+
+        announce_timeout: give up when rid has not been offered for so long, seconds, while nobody transfers anything to
+        this node (a sender may be busy with another request). It finds what no message can tell: a prefill node that
+        can't reach this one.
 
         Raises HandoffTimeout, HandoffCancelled, HandoffFailed, or HandoffError if the server is closed.
         """
         deadline = time.monotonic() + timeout
+        seen = time.monotonic()
         with self._changed:
             while True:
                 if cancelled.is_set():
@@ -160,7 +167,13 @@ class ReceiveServer:
                     return self._records.pop(rid)
                 if (reason := self._admission.failure(rid)) is not None:
                     raise HandoffFailed(f"the handoff of {rid!r} failed: {reason}")
-                remaining = deadline - time.monotonic()
+                now = time.monotonic()
+                if self._admission.announced(rid, now) or self._admission.transferring():
+                    seen = now
+                if announce_timeout is not None and now - seen >= announce_timeout:
+                    text = f"no prefill node offered the KV of {rid!r} within {announce_timeout:g} s"
+                    raise HandoffFailed(f"{text}: can it reach this node's control port?")
+                remaining = deadline - now
                 if remaining <= 0:
                     slots = self._snapshot()["slots"]
                     raise HandoffTimeout(f"no KV for {rid!r} within {timeout:g} s; the slots: {slots}")
@@ -173,11 +186,14 @@ class ReceiveServer:
             self._apply(Released(rid))
 
     def health(self) -> dict[str, Any]:
-        """For health pages: `ok` is False once nobody accepts connections any more."""
+        """For health pages: `ok` is False, and `reason` says why, when no KV can come in."""
         with self._changed:
             alive = self._acceptor is not None and self._acceptor.is_alive() and not self._closing.is_set()
+            stuck = self._admission.stuck(time.monotonic())
+            hangs = f"every slot is held by a transfer that hangs for over {self._request_timeout:g} s"
             return {
-                "ok": alive,
+                "ok": alive and not stuck,
+                "reason": "" if alive and not stuck else hangs if alive else "it takes no connections",
                 "transport": self._transport.name,
                 "open_connections": len(self._connections),
                 "records": sorted(self._records),

@@ -1,7 +1,8 @@
 """The engine process: `python -m tilert_ref.decode_server.engine_process ENDPOINT SPEC_JSON`.
 
 Started by engine_client.py. Maps the inherited receive buffer, loads one engine, then runs one request at a time.
-Between two steps it looks for a Cancel. It ends when its stdin ends, which happens however the server dies.
+Between two steps, and two layers of an injection, it looks for a Cancel. It ends when its stdin ends, which happens
+however the server dies.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -88,6 +89,24 @@ class Link:
         self._context.term()
 
 
+class Cancelled(Exception):
+    """The request was cancelled while its KV was being injected."""
+
+
+class WatchedLayers(list[LayerKV]):
+    """A prompt's layers. Whoever iterates over them meets a cancel at the next layer: a long prompt takes a second."""
+
+    def __init__(self, layers: Iterable[LayerKV], cancelled: Callable[[], bool]) -> None:
+        super().__init__(layers)
+        self._cancelled = cancelled
+
+    def __iter__(self) -> Iterator[LayerKV]:
+        for layer in super().__iter__():
+            if self._cancelled():
+                raise Cancelled
+            yield layer
+
+
 @dataclass(frozen=True)
 class Host:
     """An engine with the receive slots that it reads its prompts from: uint8 [slots, layout.total_bytes].
@@ -125,6 +144,8 @@ def run_request(host: Host, request: Generate, link: Link) -> None:
     ending: Ended | Failed
     try:
         ending = _attempt(host, request, link)
+    except Cancelled:
+        ending = Ended(request.run, "cancelled")
     except torch.AcceleratorError:
         raise  # the device context is gone for good, only a new process helps
     except Exception as error:  # one request fails, the loaded weights stay
@@ -137,6 +158,7 @@ def run_request(host: Host, request: Generate, link: Link) -> None:
 def _attempt(host: Host, request: Generate, link: Link) -> Ended:
     start = time.perf_counter()
     prompt = host.prompt(request)
+    prompt = replace(prompt, layers=WatchedLayers(prompt.layers, lambda: link.cancelled(request.run)))
     converted = time.perf_counter()
     host.engine.inject(prompt)
     injected = time.perf_counter()

@@ -61,7 +61,7 @@ async def run(options: Options) -> int:
 async def _serve(
     options: Options, engine: EngineClient, receiver: ReceiveServer, http_socket: socket.socket, stop: asyncio.Event
 ) -> int:
-    service = DecodeService(engine, receiver)
+    service = DecodeService(engine, receiver, options.receive_slots)
     app = create_app(service, Identity(options.layout.profile.name, options.poll_s))
     http = HttpServer(
         uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -72,7 +72,7 @@ async def _serve(
         return await _until_stopped(engine, serving, stop)
     finally:
         await engine.close()  # a request that it works on fails,
-        service.cancel_current()  # one that waits for its KV is cancelled, and both still get their reply
+        service.cancel_all()  # those that wait are cancelled, and all still get their reply
         http.should_exit = True
         await serving
 
