@@ -189,6 +189,7 @@ class FakeDecode(FakeServer):
         self.plan: Handler | None = None
         self.health = 200
         self.capabilities = {"penalties": False, "ignore_eos": True, "logprobs": False}
+        self.facts: dict[str, Any] = {}  # what ours says beside its capabilities
         self.current: str | None = None
         self.arrived, self.decoding = threading.Event(), threading.Event()
         self.client_left, self.cancelled = threading.Event(), threading.Event()
@@ -199,7 +200,7 @@ class FakeDecode(FakeServer):
             "/health": lambda e: e.respond(
                 self.health, {"status": "ok" if self.health == 200 else "engine is starting"}
             ),
-            "/capabilities": lambda e: e.respond(200, {"capabilities": self.capabilities}),
+            "/capabilities": lambda e: e.respond(200, {"capabilities": self.capabilities} | self.facts),
             "/decode_status": lambda e: e.respond(200, {"current_rid": self.current}),
             "/pd/cancel": self._cancel,
             "/pd/decode": self._decode,

@@ -79,7 +79,7 @@ class ClaimTracker:
         self._max_seq_len = max_seq_len
         self._allowed_hosts = allowed_hosts
         self._pending: dict[str, _Pending] = {}
-        self._closed: set[str] = set()  # emitted or refused: not looked at again if they reappear as new
+        self._closed: dict[str, str | None] = {}  # emitted (None) or refused (why): not looked at again as new
 
     def step(self, output: Any) -> list[Claim]:
         """output: vLLM's SchedulerOutput of the step that is about to run."""
@@ -95,10 +95,13 @@ class ClaimTracker:
             claims += self._advance(output.scheduled_cached_reqs, output.num_scheduled_tokens)
         return claims
 
-    def finished(self, request_id: str) -> None:
-        """vLLM is through with the request, also if it was aborted."""
-        if self._pending or self._closed:
-            self._forget((request_id,))
+    def finished(self, request_id: str) -> str | None:
+        """vLLM is through with the request, also if it was aborted. Returns why it was not handed off, if so."""
+        reason = self._closed.get(request_id)
+        if request_id in self._pending:
+            reason = "the request ended before its prompt was computed"
+        self._forget((request_id,))
+        return reason
 
     @property
     def idle(self) -> bool:
@@ -111,7 +114,7 @@ class ClaimTracker:
         if (reason := self._refusal(request, params)) is not None:
             logger.error("request %s is not handed off: %s", request.req_id, reason)
             self._pending.pop(request.req_id, None)
-            self._closed.add(request.req_id)
+            self._closed[request.req_id] = reason
             return False
         self._pending[request.req_id] = _Pending(
             request.req_id,
@@ -163,13 +166,13 @@ class ClaimTracker:
         if computed < len(pending.prompt):
             return []
         del self._pending[request_id]
-        self._closed.add(request_id)
+        self._closed[request_id] = None
         return [pending.claim()]
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._pending.pop(request_id, None)
-            self._closed.discard(request_id)
+            self._closed.pop(request_id, None)
 
 
 def transfer_params(sampling_params: Any) -> Mapping[str, Any] | None:

@@ -14,7 +14,12 @@ Wire versions (`protocol_version` in hello):
 Ours adds, without a new number, what a peer of version 2 ignores or refuses cleanly:
     -   `tilert_ref` in hello and announce: a `Geometry`, which has a `version` of its own (1 is the first);
     -   transport `zmq` and its hello field `zmq_endpoint`;
-    -   `tilert_auth` in every message, if the ends have a shared secret: an `Auth` (see secret.py).
+    -   `tilert_auth` in every message, if the ends have a shared secret: an `Auth` (see secret.py);
+    -   `takes_failures` in hello: an announce with `failed` tells that a rank's handoff will not come, and why. It is
+        the connection's only message. Any other server would take it for an offer;
+    -   `any_slot` in announce: the sender writes to the addresses that accept names, if any (`kv_base`, `pe_base`,
+        `ki_base`, as in hello);
+    -   `error` in a done that is false: why the rank gave up.
 
 Source: protocol.md section 3.
 """
@@ -39,6 +44,7 @@ MAX_SHARDS = 1024
 MAX_LAYERS = 4096
 MAX_PROMPT = 2**21
 MAX_DEPTH = 16
+MAX_REASON = 1000
 TRANSIENT_REASONS = frozenset({"busy", "cancelling"})
 
 HEADER_BYTES = 4
@@ -51,6 +57,7 @@ Int63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Bases = int | list[int]
 
 
@@ -101,6 +108,7 @@ class Hello(msgspec.Struct, kw_only=True):
     nixl_meta: str | None = None
     nixl_dev: Int32 | None = None
     zmq_endpoint: str | None = None
+    takes_failures: bool | None = None
     tilert_ref: Geometry | None = None
     tilert_auth: Auth | None = None
 
@@ -149,6 +157,8 @@ class Announce(msgspec.Struct, kw_only=True):
     prompt_token_ids: Annotated[list[Int32], Meta(max_length=MAX_PROMPT)] | None = None
     first_token_id: Int32 | None = None
     tilert_ref: Geometry | None = None
+    any_slot: bool | None = None
+    failed: Reason | None = None
     tilert_auth: Auth | None = None
 
     def __post_init__(self) -> None:
@@ -157,10 +167,15 @@ class Announce(msgspec.Struct, kw_only=True):
 
 
 class Accept(msgspec.Struct, kw_only=True):
+    """The bases, if given, are where to write instead of hello's: only for a sender whose announce had `any_slot`."""
+
     accepted: bool = True
     rid: Rid
     rank: Int32
     generation: Int63
+    kv_base: Bases | None = None
+    pe_base: Bases | None = None
+    ki_base: Bases | None = None
     tilert_auth: Auth | None = None
 
 
@@ -189,6 +204,7 @@ class Done(msgspec.Struct, kw_only=True):
     rid: Rid
     rank: Int32
     generation: Int63
+    error: Reason | None = None
     tilert_auth: Auth | None = None
 
 
@@ -307,9 +323,7 @@ def make_hello(
         meta: the transport's `local_meta()`.
         geometry: default `layout.geometry()`.
     """
-    bases = layout.bases_at(shard_addresses)
-    sharded = layout.nshards > 1
-    kv, pe, ki = (base if sharded else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
     return Hello(
         magic=MAGIC,
         protocol_version=PROTOCOL_VERSION,
@@ -321,10 +335,22 @@ def make_hello(
         kv_base=kv,
         pe_base=pe,
         ki_base=ki,
-        nshards=layout.nshards if sharded else None,
+        nshards=layout.nshards if layout.nshards > 1 else None,
         tilert_ref=geometry or layout.geometry(),
         **(meta or {}),
     )
+
+
+def name_bases(accept: Accept, layout: BufferLayout, shard_addresses: Sequence[int]) -> Accept:
+    """accept for a slot whose shards lie at other addresses than hello named."""
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
+    return msgspec.structs.replace(accept, kv_base=kv, pe_base=pe, ki_base=ki)
+
+
+def _wire_bases(layout: BufferLayout, shard_addresses: Sequence[int]) -> tuple[Bases, Bases, Bases]:
+    bases = layout.bases_at(shard_addresses)
+    kv, pe, ki = (base if layout.nshards > 1 else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    return kv, pe, ki
 
 
 def check_hello(
@@ -372,6 +398,18 @@ def check_destination(hello: Hello, expected: BufferLayout) -> None:
             raise HandoffRefused(f"decode's {plane} plane ends at {end:#x}, its {other} plane begins at {start:#x}")
     if ranges[-1][1] > 2**64:
         raise HandoffRefused(f"decode's {ranges[-1][2]} plane ends at {ranges[-1][1]:#x}, beyond 64 bits")
+
+
+def destination(hello: Hello, accept: Accept) -> Hello:
+    """hello with the addresses that an accept for another slot names. ProtocolError if they don't fit its shards."""
+    bases = {name: getattr(accept, name) for name in ("kv_base", "pe_base", "ki_base")}
+    if all(base is None for base in bases.values()):
+        return hello
+    moved = msgspec.structs.asdict(hello) | bases
+    try:
+        return Hello(**moved)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"not a legal accept: {error}") from error
 
 
 def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: str | None = None) -> None:

@@ -10,7 +10,7 @@ from tilert_ref.connector.codec import Auth, Challenge, HandoffRefused, Hello, P
 from tilert_ref.connector.secret import FILE_VARIABLE, ProofError, Secret, Session, new_nonce
 from tilert_ref.connector.wire import Connection, ConnectionLost, describe
 
-_PRIVATE = ("nshards", "session_id", "nixl_meta", "nixl_dev", "zmq_endpoint", "tilert_ref")
+_PRIVATE = ("nshards", "session_id", "nixl_meta", "nixl_dev", "zmq_endpoint", "takes_failures", "tilert_ref")
 
 
 def greet(connection: Connection, hello: Hello, secret: Secret | None, deadline: float) -> None:

@@ -17,6 +17,7 @@ from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
 
 MAX_SENDERS = 8
+MAX_SLOTS = 16
 FALSE_WORDS = ("", "0", "false", "no", "off")
 
 DESCRIPTION = """\
@@ -80,6 +81,7 @@ class Options:
     http_port: int
     senders: int
     poll_s: float
+    receive_slots: int
     deadlines: EngineDeadlines
 
 
@@ -139,6 +141,14 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         default=ScaleRule.POWER_OF_TWO.value,
         choices=[rule.value for rule in ScaleRule],
         help="how fp8 rows are quantised, by the vLLM of the prefill node: power_of_two (default, 0.32), plain (0.26)",
+    )
+    add(
+        "--receive-slots",
+        type=int,
+        default=2,
+        help="requests whose KV can be here at the same time: with 2 (default) the next one's arrives while the "
+        "current one is transferred, converted or decoded. Each costs host memory for --max-seq-len tokens: for GLM-5 "
+        "in fp8 62 kB a token, 12 GiB at 202752. 1: one at a time, as TileRT",
     )
     senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
     add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")
@@ -200,8 +210,15 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         http_port=args.http_port,
         senders=min(max(args.senders, 1), MAX_SENDERS),  # TileRT clamps, and so does the other end
         poll_s=_poll_ms(env) / 1000,
+        receive_slots=_receive_slots(args.receive_slots),
         deadlines=EngineDeadlines(args.engine_cancel_timeout_s, args.engine_stall_timeout_s),
     )
+
+
+def _receive_slots(count: int) -> int:
+    if not 1 <= count <= MAX_SLOTS:
+        raise ValueError(f"--receive-slots {count}: legal: 1 to {MAX_SLOTS}")
+    return count
 
 
 def _check_engine(args: argparse.Namespace) -> None:

@@ -49,7 +49,7 @@ async def run(options: Options) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _stop_by_signal, stop)
     layout = options.layout.layout()
     with listen(options.host, options.http_port) as http_socket:
-        buffer = SharedBuffer.create(layout.total_bytes)
+        buffer = SharedBuffer.create(layout.total_bytes, options.receive_slots)
         engine = EngineClient(engine_spec(options, buffer), say, options.deadlines)
         engine.start()
         try:
@@ -65,7 +65,7 @@ async def run(options: Options) -> int:
 async def _serve(
     options: Options, engine: EngineClient, receiver: ReceiveServer, http_socket: socket.socket, stop: asyncio.Event
 ) -> int:
-    service = DecodeService(engine, receiver)
+    service = DecodeService(engine, receiver, options.receive_slots)
     app = BodyLimit(create_app(service, Identity(options.layout.profile.name, options.poll_s)), MAX_BODY_BYTES)
     limits = uvicorn_limits(MAX_HTTP_CONNECTIONS, options.peers)
     http = HttpServer(
@@ -79,7 +79,7 @@ async def _serve(
         return await _until_stopped(engine, serving, stop)
     finally:
         await engine.close()  # a request that it works on fails,
-        service.cancel_current()  # one that waits for its KV is cancelled, and both still get their reply
+        service.cancel_all()  # those that wait are cancelled, and all still get their reply
         http.should_exit = True
         await serving
 
@@ -111,6 +111,7 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         layout=options.layout,
         buffer_fd=buffer.fd,
         kv_scale_rule=options.kv_scale_rule,
+        slots=options.receive_slots,
     )
 
 
@@ -125,7 +126,7 @@ def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
     keep_ucx_local(options.host, os.environ)
     receiver = ReceiveServer(
         layout=options.layout.layout(),
-        buffer=buffer.tensor,
+        buffer=buffer.slots,
         transport=make_transport(options.transport, options.host, peers=options.peers),
         host=options.host,
         port=options.ctrl_port,
@@ -142,8 +143,8 @@ def describe(options: Options) -> str:
     profile = layout.profile
     return (
         f"{options.transport}, {layout.row_format.name}, profile {profile.name} with {profile.num_layers} layers, "
-        f"{layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB), {options.senders} sender(s), "
-        f"peers {options.peers}, {'a' if options.secret else 'no'} shared secret"
+        f"{options.receive_slots} slot(s) of {layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB each), "
+        f"{options.senders} sender(s), peers {options.peers}, {'a' if options.secret else 'no'} shared secret"
     )
 
 

@@ -59,7 +59,11 @@ Rid = Annotated[str, AfterValidator(_is_utf8), Field(min_length=1, max_length=25
 
 
 class DecodeBody(BaseModel):
-    """Body of POST /pd/decode. max_tokens counts the first token; timeout_s is how long to wait for the KV, seconds."""
+    """Body of POST /pd/decode. max_tokens counts the first token; timeout_s is how long to wait for the KV, seconds.
+
+    Ours: queue asks to wait behind the current request instead of a 429; announce_timeout_s gives up on KV that no
+    prefill node has offered for so long, while none transfers anything to this node.
+    """
 
     rid: Rid
     first_token_id: StrictInt
@@ -70,6 +74,8 @@ class DecodeBody(BaseModel):
     grammar_spec: dict[str, Any] | None = None
     enable_thinking: bool = True
     top_logprobs: int | None = None
+    queue: bool = False
+    announce_timeout_s: float | None = None
 
 
 Parse = Callable[[str, Any], Any]

@@ -16,7 +16,7 @@ import httpx
 
 from tilert_ref.router.errors import NodeLost, RouterError
 from tilert_ref.router.fetch import BadReply, Fetched, fetch, read
-from tilert_ref.router.pool import Node
+from tilert_ref.router.pool import Facts, Node
 from tilert_ref.router.prefill import Prefilled, describe, token_id
 from tilert_ref.router.request import Request
 
@@ -45,6 +45,11 @@ MAX_REPLY_BYTES = 2**20  # of everything but the token stream
 
 
 @dataclass(frozen=True)
+class Queued:
+    """The request waits at the node behind another one; says so every few seconds."""
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Token ids of one line, in order; the first token is among them."""
 
@@ -60,14 +65,18 @@ class Done:
     timing_ms: dict[str, Any]
 
 
-def decode_body(request: Request, prefilled: Prefilled, kv_timeout_s: float) -> dict[str, Any]:
-    """The body of /pd/decode; max_tokens counts the first token."""
-    return {
+def decode_body(
+    request: Request, prefilled: Prefilled, kv_timeout_s: float, announce_timeout_s: float, queue: bool
+) -> dict[str, Any]:
+    """The body of /pd/decode; max_tokens counts the first token. TileRT's nodes ignore what they don't know."""
+    ours = {"queue": True} if queue else {}
+    return ours | {
         "rid": prefilled.rid,
         "first_token_id": prefilled.first_token_id,
         "max_tokens": request.max_tokens,
         "sampling": request.decode_sampling(),
         "timeout_s": kv_timeout_s,
+        "announce_timeout_s": announce_timeout_s,
         "stream": True,
     }
 
@@ -92,7 +101,9 @@ class DecodeClient:
             sent = 0
             lines = self._lines(node, response)
             async for line in lines:
-                event = parse_line(line)
+                event = parse_line(line, node, on_refusal)
+                if isinstance(event, Queued):
+                    continue
                 if isinstance(event, Done):
                     self._check_end(event, sent)
                     await _drain(lines)
@@ -182,16 +193,16 @@ class DecodeClient:
 
     # What the pool asks (pool.NodeApi)
 
-    async def probe(self, node: Node) -> frozenset[str]:
-        """The node's capabilities; raises NodeLost unless /health answers 200."""
+    async def probe(self, node: Node) -> Facts:
+        """What the node says about itself; raises NodeLost unless /health answers 200."""
         health = await self._ask(node, "GET", "/health", HEALTH_TIMEOUT_S)
         if health.status_code != 200:
             raise NodeLost(503, f"/health answered {health.status_code}: {health.text[:200]}", code="no_decode_node")
         reply = await self._ask(node, "GET", "/capabilities", HEALTH_TIMEOUT_S)
         try:
-            return frozenset(name for name, has in reply.json()["capabilities"].items() if has is True)
+            return read_facts(reply.json())
         except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-            return frozenset()
+            return Facts()
 
     async def cancel(self, node: Node, rid: str) -> None:
         """Tells the node to drop rid and waits until it works on it no more; raises NodeLost if it can't be told."""
@@ -229,10 +240,28 @@ async def _drain(lines: AsyncIterator[bytes]) -> None:
         pass  # the answer is complete; the next request finds out about the node
 
 
-def parse_line(line: bytes) -> Tokens | Done:
-    """One ndjson line; raises RouterError for an error line and for a line that isn't one of the protocol's."""
+def read_facts(reply: dict[str, Any]) -> Facts:
+    """The body of /capabilities. The numbers are ours; TileRT's nodes don't send them."""
+    capabilities = frozenset(name for name, has in reply["capabilities"].items() if has is True)
+    slots, max_seq_len = (
+        value if type(value := reply.get(name)) is int and value > 0 else None
+        for name in ("receive_slots", "max_seq_len")
+    )
+    return Facts(capabilities, slots or 1, max_seq_len)
+
+
+def parse_line(line: bytes, node: Node, on_refusal: Callable[[], None] = lambda: None) -> Tokens | Done | Queued:
+    """One ndjson line; raises RouterError for an error line and for a line that isn't one of the protocol's.
+
+    An error line with a status is a refusal that came after the answer had begun, for a request that was queued.
+    """
     try:
         message = json.loads(line)
+        if message.get("queued") is True:
+            return Queued()
+        if "error" in message and type(message.get("status")) is int:
+            on_refusal()
+            raise refusal(node, message["status"], line)
         if "error" in message:
             raise _typed_error(message, 502)
         if message.get("done") is True:
@@ -283,8 +312,9 @@ def _typed_error(message: dict[str, Any], default_status: int) -> RouterError:
 
 def _works_on(status: Fetched, rid: str) -> bool:
     try:
-        return status.json().get("current_rid") == rid
-    except (ValueError, AttributeError, RecursionError):
+        reply = status.json()
+        return reply.get("current_rid") == rid or rid in reply.get("queued", ())
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return False
 
 

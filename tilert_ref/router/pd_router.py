@@ -99,6 +99,16 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--queue-timeout", type=_seconds, default=0.0, help="wait for a free node; 0 (default): fail at once"
     )
     group.add_argument(
+        "--no-prefetch", dest="prefetch", action="store_false",
+        help="never send a request to a busy node. By default one with a receive slot left gets it, so that it starts "
+        "the moment the node is free; only when all slots are taken are requests refused or made to wait",
+    )  # fmt: skip
+    group.add_argument(
+        "--announce-timeout", type=_positive, default=20.0,
+        help="wait of the node for a prefill node to offer the prompt's KV, while none sends it any (default "
+        "%(default)g)",
+    )  # fmt: skip
+    group.add_argument(
         "--kv-timeout", type=_positive, default=120.0, help="wait of the node for the prompt's KV (default %(default)g)"
     )
     group.add_argument(
@@ -162,7 +172,9 @@ def config_from(args: argparse.Namespace) -> Config:
         parsing=choose_parsing(args.parser, detokenizer),
         defaults=sampling_defaults(args.model_path, args.generation_config, overrides),
         queue_timeout_s=args.queue_timeout,
+        prefetch=args.prefetch,
         kv_timeout_s=args.kv_timeout,
+        announce_timeout_s=args.announce_timeout,
         stall_timeout_s=args.stall_timeout,
         request_timeout_s=args.request_timeout,
         max_body_bytes=int(args.max_body_mb * 2**20),

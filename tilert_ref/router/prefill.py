@@ -133,6 +133,7 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
     """Reads vLLM's one-token reply; raises RouterError 502 if it isn't one or belongs to another key."""
     try:
         reply = json.loads(content)
+        refused = (reply.get("kv_transfer_params") or {}).get("tilert_error")
         choice = reply["choices"][0]
         rid = derive_rid(reply["id"])
         usage = reply.get("usage") or {}
@@ -155,6 +156,8 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
             f"prefill: vLLM ran the request as {reply['id']!r} instead of {key!r}; does something between router and "
             "vLLM set X-Request-Id?"
         )
+    if refused:
+        raise RouterError(502, f"prefill: vLLM's connector refused the handoff: {refused}", code="kv_transfer_failed")
     return prefilled
 
 

@@ -1,13 +1,13 @@
 """Data plane: move byte ranges from this process's memory into a receiver's, nothing else (protocol.md 7).
 
     sender     register(staging)   write(hello's meta, copies, tag, deadline)
-    receiver   register(buffer)    local_meta(address) -> merged into hello      admit(tag)
+    receiver   register(slot) ...  local_meta(address) -> merged into hello      admit(tags)
 
 `nixl` writes one-sided: the receiver's CPU takes no part and cannot refuse. `zmq` asks the receiver to write: slower,
 works everywhere, and a late write is refused. That difference is `fenced`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -52,8 +52,9 @@ class Transport(Protocol):
     def local_meta(self, address: str) -> dict[str, Any]:
         """What a sender needs to write here, for hello. address: where the sender reached this machine."""
 
-    def admit(self, tag: bytes | None) -> None:
-        """Receiver: from now on only writes with this tag are legal (None: no writes). No effect unless fenced."""
+    def admit(self, tags: Mapping[bytes, int]) -> None:
+        """Receiver: from now on only writes with these tags are legal, each within the registered region at its
+        address. No effect unless fenced."""
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         """Blocks until every byte is in the receiver's memory.

@@ -3,21 +3,20 @@
     sender (DEALER) -> receiver (ROUTER)   tag | header: number, address | bytes      one chunk
     receiver -> sender                     number | error text, empty if written      one reply per chunk, in order
 
-The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is the admitted one
-and the whole range is registered, so a chunk that comes late, or from a stranger, changes nothing. Whose connections it
-takes at all, it asks its allow-list, by ZeroMQ's own way (ZAP, https://rfc.zeromq.org/spec/27): before any message.
-Frames over a chunk's size end the connection; but libzmq has no limit to the frames of one message, so a peer on the
-list can fill the memory.
+The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is an admitted one and
+the whole range is in that tag's region, so a chunk that comes late, or from a stranger, changes nothing, and one that
+goes astray changes no other request's KV. Whose connections it takes at all, it asks its allow-list, by ZeroMQ's own
+way (ZAP, https://rfc.zeromq.org/spec/27): before any message. Frames over a chunk's size end the connection; but libzmq
+has no limit to the frames of one message, so a peer on the list can fill the memory.
 """
 
 import contextlib
 import ctypes
-import hmac
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -80,8 +79,8 @@ class ZmqTransport:
         host = address if self._host in WILDCARDS else self._host
         return {"zmq_endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
 
-    def admit(self, tag: bytes | None) -> None:
-        self._receiving().admit(tag)
+    def admit(self, tags: Mapping[bytes, int]) -> None:
+        self._receiving().admit(tags)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         endpoint = hello_meta.get("zmq_endpoint")
@@ -209,7 +208,7 @@ class _Writer:
     ) -> None:
         self._regions = regions
         self._peers = peers
-        self._admitted: bytes | None = None
+        self._admitted: Mapping[bytes, int] = {}
         self._write_lock = threading.Lock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -228,10 +227,10 @@ class _Writer:
         self._thread = threading.Thread(target=self._run, name="tilert-zmq-receive", daemon=True)
         self._thread.start()
 
-    def admit(self, tag: bytes | None) -> None:
+    def admit(self, tags: Mapping[bytes, int]) -> None:
         """Returns when no chunk of another tag is being written."""
         with self._write_lock:
-            self._admitted = tag
+            self._admitted = dict(tags)
 
     def close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -268,12 +267,15 @@ class _Writer:
     def _store(self, tag: bytes, address: int, data: memoryview) -> str:
         """Writes one chunk, or says why not."""
         with self._write_lock:
-            if self._admitted is None or not hmac.compare_digest(tag, self._admitted):
+            start = self._admitted.get(tag)
+            if start is None:
                 return f"transfer {tag[:300]!r} is not admitted"
             try:
-                self._regions.find(address, len(data))
+                region = self._regions.find(address, len(data))
             except TransferError as error:
                 return str(error)
+            if region.start != start:
+                return f"{len(data)} bytes at {address:#x} are not in the slot of transfer {tag!r}"
             _memory(address, len(data))[:] = data
             return ""
 
