@@ -17,7 +17,7 @@ from tilert_ref.connector import codec, wire
 from tilert_ref.connector.codec import Accept, Announce, Auth, Challenge, Done, HandoffRefused, ProtocolError, Reject
 from tilert_ref.connector.handshake import greet, read_hello
 from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
-from tilert_ref.connector.receiver import HandoffTimeout, ReceiveServer
+from tilert_ref.connector.receiver import HandoffError, ReceiveServer
 from tilert_ref.connector.secret import ProofError, Secret, Session, new_nonce, read_secret
 from tilert_ref.connector.transport import TransferError, make_transport, write_tag
 
@@ -186,7 +186,7 @@ def test_a_recorded_handoff_is_refused_when_it_is_played_again(server: ReceiveSe
     genuine._socket.sendall(tape.sent[2])
     with pytest.raises(ConnectionError):
         genuine.receive(soon())
-    with pytest.raises(HandoffTimeout):
+    with pytest.raises(HandoffError):
         server.wait("old", 0.1, NEVER)
 
 
@@ -199,7 +199,7 @@ def test_an_unsigned_done_after_a_signed_announce_completes_nothing(server: Rece
     connection.send(Done(done=True, rid="r", rank=0, generation=accept.generation), soon())
     with pytest.raises(ConnectionError):
         connection.receive(soon())
-    with pytest.raises(HandoffTimeout):
+    with pytest.raises(HandoffError):
         server.wait("r", 0.1, NEVER)
 
 
