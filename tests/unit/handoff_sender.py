@@ -60,6 +60,13 @@ class Sender:
         finally:
             connection.close()
 
+    def report(self, rid: str, reason: str) -> None:
+        """Tells that the handoff of rid will not come."""
+        connection = wire.connect("127.0.0.1", self.ctrl_port, deadline())
+        connection.receive(deadline())
+        connection.send(codec.Announce(rid=rid, rank=0, failed=reason), deadline())
+        connection.close()
+
     def write(self, hello: codec.Hello, accept: codec.Accept, seq_len: int) -> None:
         layers = range(self.layout.profile.num_layers)
         bases = [self.staging.data_ptr()]

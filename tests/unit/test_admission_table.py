@@ -424,6 +424,18 @@ def test_failures_of_requests_that_nobody_asks_for_are_forgotten() -> None:
     assert desk.admission.failure("r1499") is None
 
 
+def test_slots_that_hang_are_named() -> None:
+    desk = Desk(slots=2)
+    desk.announce("c1", "a")
+    desk.announce("c2", "b")
+    desk.now = TIMEOUT - 1
+    assert not desk.admission.stuck(desk.now) and desk.admission.transferring()
+    desk.now = TIMEOUT
+    assert desk.admission.stuck(desk.now)
+    desk.handle(Closed("c2"))
+    assert not desk.admission.stuck(desk.now)
+
+
 # Several slots
 
 

@@ -151,6 +151,20 @@ def test_a_cancel_frees_a_queued_request_within_a_second(node: Server, senders: 
         assert node.cancel(f"endless-{rid}")
 
 
+def test_a_failure_that_the_prefill_side_reports_is_the_answer(node: Server, senders: list[Sender]) -> None:
+    """Also while it is queued; the current request goes on."""
+    with node.opened(offered(senders[0], "endless-reported")) as current:
+        next(current)
+        with node.opened("reported", queue=True, timeout_s=60) as lines:
+            assert next(lines) == {"queued": True}
+            senders[1].report("reported", "all staging memory is in use")
+            *_, end = lines
+        assert (end["status"], end["error_type"]) == (502, "kv_transfer_failed")
+        assert "rank 0: all staging memory is in use" in end["error"]
+        assert next(current) == {"t": [1]}
+        assert node.cancel("endless-reported")
+
+
 def test_a_request_that_no_prefill_offers_fails_before_its_deadline(node: Server) -> None:
     status, reply = node.decode("nobody", timeout_s=60, announce_timeout_s=0.3)
     assert (status, reply["error_type"]) == (502, "kv_transfer_failed")

@@ -91,6 +91,8 @@ def test_capabilities_open_fields() -> None:
         ({"timeout_s": -1}, 400, "invalid_parameter"),
         ({"timeout_s": float("nan")}, 400, "invalid_parameter"),
         ({"timeout_s": float("inf")}, 400, "invalid_parameter"),
+        ({"announce_timeout_s": 0}, 400, "invalid_parameter"),
+        ({"announce_timeout_s": float("nan")}, 400, "invalid_parameter"),
         ({"grammar_spec": {"type": "json_object", "value": None}}, 501, "grammar_unsupported"),
     ],
 )

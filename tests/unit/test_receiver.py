@@ -385,6 +385,18 @@ def test_accepted_sender_has_a_deadline_only_where_late_writes_are_refused() -> 
             eventually(lambda server=server, state=state: server.health()["slot"].get("writers") == state)
 
 
+def test_health_is_bad_while_every_slot_hangs() -> None:
+    """A stopped sender: its writes may go on, so the slot can't be given away, and nothing else comes in."""
+    with serving(transport=Unfenced(make_transport("zmq", "127.0.0.1")), request_timeout=0.3) as server:
+        client = Client.of(server)
+        client.announce(announce())
+        assert server.health()["ok"] is True
+        eventually(lambda: not server.health()["ok"])
+        assert "hangs for over 0.3 s" in server.health()["reason"]
+        client.connection.close()
+        eventually(lambda: server.health()["ok"])
+
+
 def test_close_ends_waits_connections_and_threads() -> None:
     before = set(threading.enumerate())
     with serving() as server:

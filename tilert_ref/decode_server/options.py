@@ -25,8 +25,9 @@ Decode node: receives a prompt's KV cache from vLLM's prefill, decodes from it, 
 
 Two ports. Prefill nodes connect to --ctrl-port, offer the KV of a request, and write it straight into this
 process's receive buffer (--transport). The router posts /pd/decode to --http-port; the request waits there for its
-KV, then for its tokens. One request at a time: a second one gets 429. The engine runs in a process of its own; if
-it dies, the request that it worked on gets an error, and the engine is started again.
+KV, then for its tokens. One request at a time is decoded: a second one gets 429, or, if it asks for that ("queue":
+true), waits for its turn with its KV in a receive slot of its own (--receive-slots). The engine runs in a process of
+its own; if it dies, the request that it worked on gets an error, and the engine is started again.
 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).

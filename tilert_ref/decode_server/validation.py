@@ -224,8 +224,10 @@ def check_body(body: DecodeBody, capabilities: Capabilities) -> SamplingParams:
         value = getattr(body, name)
         if value is not None and not low <= value < INT32_LIMIT:
             raise invalid(f"{name} must be within {low} .. {INT32_LIMIT - 1}, got {value}")
-    if not 0 < body.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
-        raise invalid(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {body.timeout_s}")
+    for name in ("timeout_s", "announce_timeout_s"):
+        value = getattr(body, name)
+        if value is not None and not 0 < value <= MAX_TIMEOUT_S:  # also refuses NaN
+            raise invalid(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {value}")
     params = sampling_params(body.sampling, capabilities)
     if body.grammar_spec is not None:
         raise DecodeError(501, "this decode server has no constrained decoding (grammar_spec)", "grammar_unsupported")

@@ -38,6 +38,7 @@ CANCEL_TIMEOUT_S = 5.0
 IDLE_TIMEOUT_S = 10.0  # one engine step may have to end first
 BUSY_RETRY_S = 2.0  # another router's request, or the last clean-up of our own
 DRAIN_TIMEOUT_S = 1.0
+QUEUE_SILENCE_S = 30.0  # a queued request's node says so every 2 s; a long injection may end the queue
 # On top of the wait for KV: a stock node drains KV for up to 30 s before it refuses, then there is injection.
 FIRST_LINE_GRACE_S = 60.0
 MAX_LINE_BYTES = 4 * 2**20
@@ -186,7 +187,7 @@ class DecodeClient:
                     502, f"decode node {node} sent a line over {MAX_LINE_BYTES} bytes", code="decode_failed"
                 )
             for line in filter(None, lines):
-                limit = self._stall_s
+                limit = min(self._stall_s, QUEUE_SILENCE_S) if line.startswith(b'{"queued"') else self._stall_s
                 yield line
         if buffer:
             yield buffer
