@@ -121,5 +121,5 @@ def test_why_a_request_was_refused_is_in_its_reply(core: Core) -> None:
     core.add("bad", 20, tokens=1, host="elsewhere")
     emitted = [claim.request_id for output in core.steps() for claim in output.kv_connector_metadata.claims]
     assert emitted == ["good"]
-    why = "tilert_host 'elsewhere' is not in tilert_allowed_hosts"
+    why = "tilert_host 'elsewhere' is not in tilert_allowed_hosts (decode); list it there, or '*' for no limit"
     assert core.outcomes == {"good": None, "bad": {"tilert_error": why}}
