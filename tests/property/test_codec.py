@@ -1,5 +1,6 @@
 """Codec: any bytes give a ProtocolError or a message, and what we encode is what we decode."""
 
+import functools
 import json
 import struct
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from tilert_ref.connector.codec import (
     MAX_FRAME,
     Accept,
     Announce,
+    Auth,
+    Challenge,
     Done,
     FrameDecoder,
     Hello,
@@ -21,6 +24,7 @@ from tilert_ref.connector.codec import (
     ProtocolError,
     Reject,
     decode_announce,
+    decode_challenge,
     decode_done,
     decode_hello,
     decode_reply,
@@ -30,6 +34,7 @@ from tilert_ref.connector.layout import Geometry
 
 DECODERS: dict[str, tuple[Callable[[bytes], Message], tuple[type, ...]]] = {
     "hello": (decode_hello, (Hello,)),
+    "challenge": (decode_challenge, (Challenge,)),
     "announce": (decode_announce, (Announce,)),
     "reply": (decode_reply, (Accept, Reject)),
     "done": (decode_done, (Done,)),
@@ -72,6 +77,10 @@ geometries = st.builds(
 )
 
 
+hex64 = st.binary(min_size=32, max_size=32).map(bytes.hex)
+auths = st.builds(Auth, nonce=st.none() | hex64, proof=st.none() | hex64)
+
+
 @st.composite
 def hellos(draw: st.DrawFn) -> Hello:
     nshards = draw(st.none() | st.integers(1, 8))
@@ -93,11 +102,13 @@ def hellos(draw: st.DrawFn) -> Hello:
         nixl_dev=draw(st.none() | int32),
         zmq_endpoint=draw(st.none() | text),
         tilert_ref=draw(st.none() | geometries),
+        tilert_auth=draw(st.none() | auths),
     )
 
 
 MESSAGES: dict[str, st.SearchStrategy[Any]] = {
     "hello": hellos(),
+    "challenge": st.builds(Challenge, tilert_auth=auths),
     "announce": st.builds(
         Announce,
         rid=rids,
@@ -110,6 +121,7 @@ MESSAGES: dict[str, st.SearchStrategy[Any]] = {
         prompt_token_ids=st.none() | st.lists(int32, max_size=5),
         first_token_id=st.none() | int32,
         tilert_ref=st.none() | geometries,
+        tilert_auth=st.none() | auths,
     ),
     "reply": st.builds(Accept, rid=rids, rank=int32, generation=st.integers(0, 2**63 - 1))
     | st.builds(Reject, error=text, rid=st.none() | rids, rank=st.none() | int32, busy_state=st.none() | text),
@@ -172,6 +184,7 @@ def test_deep_nesting_is_a_protocol_error(kind: str, opening: bytes) -> None:
 BASE = {"layout_version": 10, "transport": "nixl", "max_seq_len": 128, "kv_base": 1, "pe_base": 2, "ki_base": 3}
 HELLO = {"magic": "tilert-pd", "protocol_version": 2} | BASE
 ANNOUNCE = {"rid": "a", "rank": 0, "seq_len": 5}
+DEEP = {"a": functools.reduce(lambda inner, _: [inner], range(16), 1)}
 
 
 @pytest.mark.parametrize(
@@ -191,6 +204,13 @@ ANNOUNCE = {"rid": "a", "rank": 0, "seq_len": 5}
         ("announce", ANNOUNCE | {"rank": -1}, "rank"),
         ("announce", ANNOUNCE | {"rank": "0"}, "rank"),
         ("announce", ANNOUNCE | {"admission_window_s": -0.1}, "admission_window_s"),
+        ("announce", ANNOUNCE | {"sampling": DEEP}, "sampling is nested more than 16 deep"),
+        ("announce", ANNOUNCE | {"kv_scales": [1.0] * 4097}, "length <= 4096"),
+        ("hello", HELLO | {"layout_version": 2**63}, "layout_version"),
+        ("hello", HELLO | {"tilert_auth": {"version": 2}}, "version"),
+        ("hello", HELLO | {"kv_base": 0, "tilert_auth": {"proof": "0" * 64}}, "kv_base holds 0"),
+        ("challenge", {"tilert_auth": {"nonce": "0" * 63}}, "nonce"),
+        ("challenge", {"tilert_auth": {"nonce": "G" * 64}}, "nonce"),
         ("reply", {"accepted": True, "rid": "a", "rank": 0}, "missing required field `generation`"),
         ("reply", {"accepted": True, "rid": "a", "rank": 0, "generation": "1"}, "generation"),
         ("reply", {"accepted": True, "rid": "a", "rank": 0, "generation": 1.5}, "generation"),
@@ -235,6 +255,20 @@ def test_the_limit_is_known_from_the_header() -> None:
         decoder.feed(struct.pack("!I", MAX_FRAME + 1))
     with pytest.raises(ProtocolError):
         decoder.feed(b"more")  # and it stays that way
+
+
+@settings(max_examples=60, deadline=None)
+@given(payloads=st.lists(st.binary(max_size=60), max_size=4), limit=st.integers(0, 60), cut=st.integers(0, 250))
+def test_no_frame_over_the_limit_gets_through(payloads: list[bytes], limit: int, cut: int) -> None:
+    stream = b"".join(struct.pack("!I", len(payload)) + payload for payload in payloads)
+    decoder, seen = FrameDecoder(limit), []
+    try:
+        seen += decoder.feed(stream[:cut])
+        seen += decoder.feed(stream[cut:])
+    except ProtocolError as error:
+        assert f"at most {limit} are legal" in str(error) and max(map(len, payloads)) > limit
+    else:
+        assert seen == payloads and all(len(payload) <= limit for payload in payloads)
 
 
 def test_a_message_larger_than_a_frame_is_not_sent() -> None:

@@ -194,7 +194,7 @@ def test_received_bytes_equal_the_caches(data: st.DataObject) -> None:
         return BufferLayout(caches.profile, caches.row_format, room, nshards=nshards)
 
     target, stage = layout(data.draw(st.integers(1, 3))), layout(data.draw(st.integers(1, min(3, model.num_layers))))
-    buffer = torch.empty(target.total_bytes, dtype=torch.uint8)
+    buffer = torch.empty(data.draw(st.integers(1, 2)), target.total_bytes, dtype=torch.uint8)
     server = ReceiveServer(target, buffer, make_transport("zmq", "127.0.0.1"), "127.0.0.1", 0, senders=stage.nshards)
     server.start()
     ranks = Ranks(caches, stage, layerwise=data.draw(st.booleans()))
@@ -211,8 +211,8 @@ def test_received_bytes_equal_the_caches(data: st.DataObject) -> None:
         for claim, planes in zip(claims, expected, strict=True):
             record = server.wait(claim.rid, DEADLINE_S, threading.Event())
             assert (record.seq_len, record.last_prompt_token) == (claim.seq_len, claim.last_prompt_token)
-            Arrived(target, buffer, claim.seq_len).assert_equals(planes)
-            buffer.fill_(Arrived.FILLER)
+            Arrived(target, buffer[record.slot], claim.seq_len).assert_equals(planes)
+            buffer[record.slot].fill_(Arrived.FILLER)
             server.release(claim.rid)
     finally:
         ranks.close()

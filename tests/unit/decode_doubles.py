@@ -49,6 +49,10 @@ class DoubleEngine:
                 raise ValueError("this prompt is refused")
             case "inject_slow":
                 time.sleep(0.5)
+            case "inject_layers":
+                for _ in range(200):
+                    for _ in kv.layers:
+                        time.sleep(0.05)
 
     def decode(
         self, first_token_id: int, max_tokens: int, sampling: SamplingParams, top_logprobs: int | None = None

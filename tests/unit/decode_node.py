@@ -44,7 +44,8 @@ class Server:
         http, ctrl = self.expect(r"http on (\S+), prefill nodes on port (\d+)").groups()
         self.expect("ready: engine")
         self.client = httpx.Client(base_url=f"http://{http}", timeout=LIMIT_S)
-        self.sender = Sender(layout, int(ctrl))
+        self.ctrl_port = int(ctrl)
+        self.sender = Sender(layout, self.ctrl_port)
         return self
 
     def _read(self) -> None:
@@ -66,6 +67,9 @@ class Server:
     def decode(self, rid: str, **fields: Any) -> tuple[int, Any]:
         reply = self.client.post("/pd/decode", json={"rid": rid, "first_token_id": 42} | fields)
         return reply.status_code, reply.json()
+
+    def cancel(self, rid: str) -> bool:
+        return self.client.post("/pd/cancel", json={"rid": rid}).status_code == 200
 
     def stream(self, rid: str, **fields: Any) -> list[dict[str, Any]]:
         with self.opened(rid, **fields) as lines:

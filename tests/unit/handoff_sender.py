@@ -21,11 +21,13 @@ class Sender:
     layout: BufferLayout
     ctrl_port: int
     last_prompt_token: int = 7
+    transport_name: str = "zmq"
+    seed: int | None = None  # of the bytes; None: the layout's size
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.layout.total_bytes)
+        generator = torch.Generator().manual_seed(self.layout.total_bytes if self.seed is None else self.seed)
         self.staging = torch.randint(0, 100, (self.layout.total_bytes,), dtype=torch.uint8, generator=generator)
-        self.transport = make_transport("zmq", "", receiver=False)
+        self.transport = make_transport(self.transport_name, "", receiver=False)
         self.transport.register(self.staging.data_ptr(), self.staging.nbytes, self.staging)
 
     def planes(self, seq_len: int, layers: int) -> list[torch.Tensor]:
@@ -49,7 +51,7 @@ class Sender:
         connection = wire.connect("127.0.0.1", self.ctrl_port, deadline())
         try:
             hello = codec.decode_hello(connection.receive(deadline()))
-            codec.check_hello(hello, self.layout, 1, "zmq", seq_len)
+            codec.check_hello(hello, self.layout, 1, self.transport_name, seq_len)
             geometry = self.layout.geometry()
             token = self.last_prompt_token
             announce = codec.Announce(rid=rid, rank=0, seq_len=seq_len, last_prompt_token=token, tilert_ref=geometry)
@@ -57,6 +59,13 @@ class Sender:
             yield connection, hello, codec.decode_reply(connection.receive(deadline()))
         finally:
             connection.close()
+
+    def report(self, rid: str, reason: str) -> None:
+        """Tells that the handoff of rid will not come."""
+        connection = wire.connect("127.0.0.1", self.ctrl_port, deadline())
+        connection.receive(deadline())
+        connection.send(codec.Announce(rid=rid, rank=0, failed=reason), deadline())
+        connection.close()
 
     def write(self, hello: codec.Hello, accept: codec.Accept, seq_len: int) -> None:
         layers = range(self.layout.profile.num_layers)

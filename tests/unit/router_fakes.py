@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tilert_ref.http_limits import uvicorn_limits
 from tilert_ref.router.app import Config, create_app
 
 WAIT_S = 10.0
@@ -188,6 +189,7 @@ class FakeDecode(FakeServer):
         self.plan: Handler | None = None
         self.health = 200
         self.capabilities = {"penalties": False, "ignore_eos": True, "logprobs": False}
+        self.facts: dict[str, Any] = {}  # what ours says beside its capabilities
         self.current: str | None = None
         self.arrived, self.decoding = threading.Event(), threading.Event()
         self.client_left, self.cancelled = threading.Event(), threading.Event()
@@ -198,7 +200,7 @@ class FakeDecode(FakeServer):
             "/health": lambda e: e.respond(
                 self.health, {"status": "ok" if self.health == 200 else "engine is starting"}
             ),
-            "/capabilities": lambda e: e.respond(200, {"capabilities": self.capabilities}),
+            "/capabilities": lambda e: e.respond(200, {"capabilities": self.capabilities} | self.facts),
             "/decode_status": lambda e: e.respond(200, {"current_rid": self.current}),
             "/pd/cancel": self._cancel,
             "/pd/decode": self._decode,
@@ -270,11 +272,12 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def running_router(config: Config) -> Iterator[str]:
+def running_router(config: Config, max_connections: int = 1024) -> Iterator[str]:
     """A router on a thread; yields its base URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # a client that doesn't read is felt early
-    server = _Server(uvicorn.Config(create_app(config), log_level="warning", timeout_graceful_shutdown=1))
+    app, limits = create_app(config), uvicorn_limits(max_connections)
+    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, **limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -66,8 +66,11 @@ def eventually(happened: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def stack(loop: Loop, nodes: int = 1, **changes) -> Iterator[Stack]:
+def stack(loop: Loop, nodes: int = 1, facts: dict | None = None, **changes) -> Iterator[Stack]:
+    """facts: what the nodes' /capabilities say beside TileRT's part."""
     s = Stack(loop, nodes)
+    for node in s.nodes:
+        node.facts = facts or {}
     try:
         with running_router(s.config(**changes)) as s.url:
             yield s

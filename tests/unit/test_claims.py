@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilert_ref.connector.allow import EVERYBODY, LOOPBACK_HOSTS
 from tilert_ref.connector.claims import Claim, ClaimTracker, transfer_params
 
 HOST = {"tilert_host": "decode-1", "tilert_ctrl_port": 7001}
@@ -62,7 +63,7 @@ def cached(*entries: tuple[str, tuple[list[int], ...] | None, int], resumed: set
 
 
 def tracker(**options: Any) -> ClaimTracker:
-    return ClaimTracker(5556, **({"max_seq_len": 4096} | options))
+    return ClaimTracker(5556, **({"max_seq_len": 4096, "allowed_hosts": EVERYBODY} | options))
 
 
 def test_whole_prompt_in_one_step() -> None:
@@ -225,7 +226,7 @@ def test_default_port_sampling_and_prompt_ids() -> None:
         (new("r", 5, [1], params=HOST | {"sampling": [1]}), {}, r"sampling is \[1\]"),
         (new("r", None, [1]), {}, "no prompt token ids"),
         (new("r", 5, [1]), {"max_seq_len": 4}, "5 prompt tokens exceed tilert_max_seq_len 4"),
-        (new("r", 5, [1]), {"allowed_hosts": frozenset({"decode-2"})}, "'decode-1' is not in tilert_allowed_hosts"),
+        (new("r", 5, [1]), {"allowed_hosts": LOOPBACK_HOSTS}, "tilert_host 'decode-1' is not in tilert_allowed_hosts"),
     ],
 )
 def test_refusals_name_the_reason_once(

@@ -88,7 +88,13 @@ def test_health_and_capabilities(stub: Server, double: Server) -> None:
     capabilities = {"penalties": True, "ignore_eos": True, "logprobs": True}
     assert stub.get("/capabilities") == (
         200,
-        {"profile": "glm5", "engine": "StubEngine", "capabilities": capabilities},
+        {
+            "profile": "glm5",
+            "engine": "StubEngine",
+            "capabilities": capabilities,
+            "receive_slots": 2,
+            "max_seq_len": 256,
+        },
     )
     assert double.get("/capabilities")[1]["capabilities"]["penalties"] is False
     assert any("stub engine: no weights" in line for line in stub.lines)
@@ -253,10 +259,12 @@ def test_kv_timeout(double: Server) -> None:
     assert double.decode("never", timeout_s=0.1) == (504, {"error": "kv_transfer_timeout", "rid": "never"})
 
 
-def test_a_sender_that_dies_midway_leaves_a_timeout(double: Server) -> None:
+def test_a_sender_that_dies_midway_fails_its_request_at_once(double: Server) -> None:
     with double.sender.announced("half", SEQ_LEN):
         pass
-    assert double.decode("half", timeout_s=0.3)[0] == 504
+    status, reply = double.decode("half", timeout_s=60)
+    assert (status, reply["error_type"]) == (502, "kv_transfer_failed")
+    assert "rank 0: its connection ended before it was done" in reply["error"]
     assert double.decode(handed_over(double, "after"))[0] == 200
 
 

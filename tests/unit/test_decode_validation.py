@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS
 from tilert_ref.connector.layout import FP8_DS_MLA, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
+from tilert_ref.decode_server.server import keep_ucx_local
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body, sampling_params
 from tilert_ref.engine.api import Capabilities, SamplingParams
 from tilert_ref.engine.config import ModelConfig
@@ -89,6 +91,8 @@ def test_capabilities_open_fields() -> None:
         ({"timeout_s": -1}, 400, "invalid_parameter"),
         ({"timeout_s": float("nan")}, 400, "invalid_parameter"),
         ({"timeout_s": float("inf")}, 400, "invalid_parameter"),
+        ({"announce_timeout_s": 0}, 400, "invalid_parameter"),
+        ({"announce_timeout_s": float("nan")}, 400, "invalid_parameter"),
         ({"grammar_spec": {"type": "json_object", "value": None}}, 501, "grammar_unsupported"),
     ],
 )
@@ -142,6 +146,32 @@ def test_tilert_defaults() -> None:
     assert (got.num_mtp, got.poll_s, got.transport) == (0, 0.0, "nixl")
 
 
+def test_peers_are_this_machine_unless_named() -> None:
+    assert options("--engine", "stub").peers is LOOPBACK_PEERS
+    some = options("--engine", "stub", "--allow-peers", "10.0.0.0/8", "::1").peers
+    assert some.refusal_of_address("::ffff:10.1.2.3") is None and some.refusal_of_address("127.0.0.1") is not None
+    assert options("--engine", "stub", "--allow-peers", "any").peers.refusal_of_address("203.0.113.9") is None
+
+
+def test_the_secret_comes_from_the_environment_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options("--engine", "stub").secret is None
+    got = options("--engine", "stub", TILERT_REF_SECRET="correct horse battery")
+    assert got.secret is not None and "horse" not in repr(got)
+    assert "unrecognized arguments" in refusal(capsys, "--engine", "stub", "--secret", "correct horse battery")
+
+
+@pytest.mark.parametrize(
+    ("host", "devices"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("::1", "lo"), ("::", None), ("10.0.0.1", None)]
+)
+def test_nixl_listens_no_wider_than_we_do(host: str, devices: str | None) -> None:
+    env: dict[str, str] = {}
+    keep_ucx_local(host, env)
+    assert env.get("UCX_NET_DEVICES") == devices
+    own = {"UCX_NET_DEVICES": "mlx5_0:1"}
+    keep_ucx_local(host, own)
+    assert own == {"UCX_NET_DEVICES": "mlx5_0:1"}
+
+
 def test_environment() -> None:
     got = options("--engine", "stub", TILERT_PD_SENDERS="1", TILERT_DECODE_POLL_MS="200", TILERT_PD_NO_MTP="1")
     assert (got.senders, got.poll_s, got.layout.profile.name) == (1, 0.2, "glm5_no_mtp")
@@ -162,6 +192,8 @@ def test_environment() -> None:
         (["--engine", "stub", "--model", "dsv32", "--with-mtp"], "carries no MTP layer"),
         (["--engine", "stub", "--num-mtp", "4"], "invalid choice"),
         (["--engine", "stub", "--max-seq-len", "0"], "at least 1"),
+        (["--engine", "stub", "--allow-peers", "decode-1"], "--allow-peers has 'decode-1'; legal: addresses and CIDR"),
+        (["--engine", "stub", "--allow-peers", "any", "::1"], "or 'any' alone for no limit"),
         (["--engine", "stub", "--kv-scale-rule", "rounded"], "invalid choice: 'rounded'.*power_of_two.*plain"),
     ],
 )
@@ -171,6 +203,8 @@ def test_refused_flags(flags: list[str], text: str, capsys: pytest.CaptureFixtur
 
 def test_refused_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TILERT_DECODE_POLL_MS='soon'" in refusal(capsys, "--engine", "stub", TILERT_DECODE_POLL_MS="soon")
+    said = refusal(capsys, "--engine", "stub", TILERT_REF_SECRET="sesame")
+    assert "TILERT_REF_SECRET: a shared secret has 16 to 4096 bytes, got 6" in said and "sesame" not in said
 
 
 def test_rows_that_the_checkpoint_can_have(tiny, capsys: pytest.CaptureFixture[str]) -> None:

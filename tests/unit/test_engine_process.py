@@ -42,7 +42,7 @@ class Rig:
     def __init__(self, **overrides: Any) -> None:
         layout = LAYOUT.layout()
         self.buffer = SharedBuffer.create(layout.total_bytes)
-        self.buffer.tensor.copy_(torch.arange(layout.total_bytes) % 251)
+        self.buffer.slots[0].copy_(torch.arange(layout.total_bytes) % 251)
         self.progress: list[str] = []
         spec = EngineSpec(
             engine="decode_doubles:load_engine",
@@ -120,7 +120,7 @@ def test_ready_says_what_the_engine_is(rig: Rig) -> None:
 def test_the_engine_reads_the_bytes_of_the_shared_buffer(rig: Rig) -> None:
     got = rig.run(decode(rig.client, "normal"))
     layout = LAYOUT.layout()
-    planes = [view for layer in range(3) for view in plane_views(layout, rig.buffer.tensor, layer, SEQ_LEN)]
+    planes = [view for layer in range(3) for view in plane_views(layout, rig.buffer.slots[0], layer, SEQ_LEN)]
     assert isinstance(got[0], Injected)
     assert tokens(got) == [42, *map(plane_token, planes)]
     assert got[-1].reason == "length" and got[-1].stats == {"steps": 3}

@@ -168,7 +168,7 @@ def test_the_decode_servers_receive_buffer_feeds_the_engine(tiled: bool, tiny) -
         rope.copy_(layer.rope.contiguous().view(torch.uint8))
         pages.copy_(tile_index_pages(layer.index_pages) if tiled else layer.index_pages)
     target = load_engine(model_dir, max_seq_len=ROOM)
-    host = Host(target, layout, buffer, engine_layers=3)
+    host = Host(target, layout, buffer[None], engine_layers=3)
     target.inject(host.prompt(Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY)))
     assert run(target, first, 20) == run(source, first, 20)
 

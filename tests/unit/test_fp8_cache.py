@@ -179,7 +179,7 @@ def test_the_decode_servers_receive_buffer_feeds_the_engine(tiny) -> None:
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     stage(handed_over(source, PROMPT), layout, buffer)
     target = fp8_engine(directory)
-    prompt = Host(target, layout, buffer, engine_layers=3).prompt(
+    prompt = Host(target, layout, buffer[None], engine_layers=3).prompt(
         Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY)
     )
     assert prompt.layers[0].latent.data_ptr() == buffer.data_ptr(), "views, not copies"

@@ -1,10 +1,12 @@
 """The router over real sockets when vLLM, a decode node or the client fails."""
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import openai
@@ -303,6 +305,116 @@ def test_one_client_can_ask_again_and_again(st: Stack) -> None:
         for i in range(30):
             response = client.post("/v1/completions", json={"prompt": "hi", "stream": i % 2 == 0})
             assert response.status_code == 200
+
+
+# Nodes with a queue and a limit
+
+
+SLOTS = {"receive_slots": 2, "max_seq_len": 256}
+
+
+@contextlib.contextmanager
+def roomy(loop: Loop, **changes: Any) -> Iterator[Stack]:
+    """One node that says what ours say."""
+    with stack(loop, facts=SLOTS, **changes) as s:
+        eventually(lambda: s.get("/pool_status").json()["nodes"][0]["slots"] == 2, "it wasn't asked")
+        yield s
+
+
+def test_the_next_request_is_prefilled_and_queued_at_the_busy_node(loop: Loop) -> None:
+    may_end = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.json["first_token_id"] == IDS[0] and len(s.node.bodies("/pd/decode")) == 1:
+            await may_end.wait()
+        else:
+            await exchange.start()
+            for line in ({"queued": True}, {"queued": True}, {"t": IDS[:1]}, last_line(1)):
+                await exchange.line(line)
+            await exchange.end()
+            return
+        await s.node.answer(exchange)
+
+    with roomy(loop) as s, ThreadPoolExecutor() as threads:
+        s.node.plan = answer
+        first = threads.submit(s.post)
+        assert s.node.arrived.wait(WAIT_S)
+        assert s.post().json()["choices"][0]["message"]["content"] == TEXT[0], "heartbeats are no tokens"
+        assert not first.done()
+        loop.loop.call_soon_threadsafe(may_end.set)
+        assert first.result(WAIT_S).status_code == 200
+        assert [body["queue"] for body in s.node.bodies("/pd/decode")] == [True, True]
+    with stack(loop) as s:
+        assert s.post().status_code == 200
+        assert "queue" not in s.node.bodies("/pd/decode")[0], "a node of TileRT's has none"
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "code"),
+    [
+        ({"error": "kv_transfer_timeout", "error_type": "decode_failed", "status": 504}, 504, "kv_transfer_timeout"),
+        ({"error": "rank 0: no", "error_type": "kv_transfer_failed", "status": 502}, 502, "kv_transfer_failed"),
+        ({"error": "cancelled", "error_type": "request_cancelled", "status": 499}, 499, "request_cancelled"),
+        ({"error": "engine restarts", "error_type": "engine_unavailable", "status": 503}, 503, "decode_unavailable"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_in_the_queue_keeps_its_status(loop: Loop, line: dict, status: int, code: str, stream: bool) -> None:
+    async def plan(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.line({"queued": True})
+        await exchange.line(line)
+        await exchange.end()
+
+    with roomy(loop) as s:
+        s.node.plan = plan
+        error_of(s.post(stream=stream), status, code)
+        assert not s.node.cancelled.is_set(), "it is through with it"
+
+
+def test_a_request_cancelled_in_the_queue_is_cancelled_at_the_node(loop: Loop) -> None:
+    async def queued(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.line({"queued": True})
+        s.node.decoding.set()
+        await s.node.hang(exchange)
+
+    with roomy(loop) as s:
+        s.node.plan = queued
+        leave_after(s.url, "/v1/completions", {"prompt": "hi", "stream": True}, s.node.decoding)
+        assert s.node.cancelled.wait(WAIT_S)
+        s.await_free()
+
+
+@pytest.mark.parametrize("prompt", ["x" * 256, [5] * 256, ["x" * 300], [[5] * 300]])
+def test_a_prompt_that_no_node_can_hold_is_refused_before_prefill(loop: Loop, prompt: Any) -> None:
+    with roomy(loop) as s:
+        error = error_of(s.post("/v1/completions", prompt=prompt), 400, "context_length_exceeded")
+        assert "legal are 1 to 255" in error["message"] and s.vllm.asked("/v1/completions") == []
+        assert s.post("/v1/completions", prompt="x" * 255).status_code == 200
+
+
+def test_a_chat_that_the_node_cannot_hold_is_refused_by_the_true_cause(loop: Loop) -> None:
+    async def long(exchange: Exchange) -> None:
+        reply = s.vllm.reply(exchange)
+        reply["usage"]["prompt_tokens"] = 256
+        await exchange.respond(200, reply)
+
+    with roomy(loop) as s:
+        s.vllm.plan = long
+        error_of(s.post(), 400, "context_length_exceeded")
+        assert not s.node.arrived.is_set()
+
+
+def test_a_handoff_that_the_connector_refused_fails_before_decode(loop: Loop) -> None:
+    async def refused(exchange: Exchange) -> None:
+        why = "tilert_host 'x' is not in tilert_allowed_hosts"
+        await exchange.respond(200, s.vllm.reply(exchange) | {"kv_transfer_params": {"tilert_error": why}})
+
+    with stack(loop) as s:
+        s.vllm.plan = refused
+        assert "not in tilert_allowed_hosts" in error_of(s.post(), 502, "kv_transfer_failed")["message"]
+        assert not s.node.arrived.is_set()
 
 
 # The client leaves

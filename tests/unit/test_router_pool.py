@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tilert_ref.router.errors import NodeLost, RouterError
-from tilert_ref.router.pool import Lease, Node, Pool, parse_node
+from tilert_ref.router.pool import Facts, Lease, Node, Pool, parse_node
 
 WAIT_S = 5.0
 
@@ -16,17 +16,17 @@ class FakeApi:
 
     def __init__(self) -> None:
         self.dead: set[str] = set()
-        self.capabilities: dict[str, frozenset[str]] = {}
+        self.facts: dict[str, Facts] = {}
         self.may_cancel = asyncio.Event()
         self.may_cancel.set()
         self.cancels: list[tuple[str, str]] = []
         self.probes = 0
 
-    async def probe(self, node: Node) -> frozenset[str]:
+    async def probe(self, node: Node) -> Facts:
         self.probes += 1
         if node.host in self.dead:
             raise NodeLost(503, "connection refused", code="no_decode_node")
-        return self.capabilities.get(node.host, frozenset())
+        return self.facts.get(node.host, Facts())
 
     async def cancel(self, node: Node, rid: str) -> None:
         self.cancels.append((node.host, rid))
@@ -236,9 +236,9 @@ def test_a_probe_from_before_a_fault_does_not_revive_a_node() -> None:
         await pool.ask_all()
         answered = asyncio.Event()
 
-        async def slow_probe(node: Node) -> frozenset[str]:
+        async def slow_probe(node: Node) -> Facts:
             await answered.wait()
-            return frozenset()
+            return Facts()
 
         quick, api.probe = api.probe, slow_probe
         asking = asyncio.create_task(pool.ask_all())
@@ -301,13 +301,13 @@ def test_watch_probes_again_and_again() -> None:
 def test_capabilities_choose_the_node_or_refuse() -> None:
     async def test() -> None:
         pool, api = make(2)
-        api.capabilities["n1"] = frozenset({"ignore_eos"})
+        api.facts["n1"] = Facts(frozenset({"ignore_eos"}))
         await pool.ask_all()
         needs = frozenset({"ignore_eos"})
         with await pool.acquire(needs) as lease:
             assert lease.node.host == "n1"
             assert (await refusal(pool.acquire(needs))).status == 429
-        api.capabilities.clear()
+        api.facts.clear()
         await pool.ask_all()
         error = await refusal(pool.acquire(needs))
         assert (error.status, error.param) == (501, "ignore_eos")
@@ -318,7 +318,7 @@ def test_capabilities_choose_the_node_or_refuse() -> None:
 def test_a_waiter_for_a_rare_capability_does_not_block_the_others() -> None:
     async def test() -> None:
         pool, api = make(2, queue_timeout_s=WAIT_S)
-        api.capabilities["n1"] = frozenset({"ignore_eos"})
+        api.facts["n1"] = Facts(frozenset({"ignore_eos"}))
         await pool.ask_all()
         plain, rare = await pool.acquire(), await pool.acquire()
         picky = asyncio.create_task(pool.acquire(frozenset({"ignore_eos"})))
@@ -329,6 +329,102 @@ def test_a_waiter_for_a_rare_capability_does_not_block_the_others() -> None:
         assert (await modest).node.host == "n0" and not picky.done()
         rare.release()
         assert (await picky).node.host == "n1"
+
+    run(test)
+
+
+# Further slots of a busy node
+
+
+async def asked(count: int, slots: int, queue_timeout_s: float = 0.0) -> tuple[Pool, FakeApi]:
+    pool, api = make(count, queue_timeout_s)
+    api.facts = {f"n{i}": Facts(slots=slots) for i in range(count)}
+    await pool.ask_all()
+    return pool, api
+
+
+def test_idle_nodes_first_then_the_spare_slot_of_the_node_that_is_busy_longest() -> None:
+    async def test() -> None:
+        pool, _ = await asked(2, slots=2)
+        leases = [await pool.acquire() for _ in range(4)]
+        assert [lease.node.host for lease in leases] == ["n0", "n1", "n0", "n1"]
+        assert (await refusal(pool.acquire())).status == 429
+        assert pool.free_count() == 0 and [n["leases"] for n in pool.snapshot()["nodes"]] == [2, 2]
+        leases[0].release()
+        assert pool.free_count() == 0, "its second request goes on"
+        leases[2].release()
+        assert pool.free_count() == 1
+        again = await pool.acquire()
+        assert again.node.host == "n0"
+        for lease in (again, *leases):
+            lease.release()
+        assert pool.free_count() == 2
+
+    run(test)
+
+
+def test_a_router_without_prefetch_waits_for_an_idle_node() -> None:
+    async def test() -> None:
+        api = FakeApi()
+        api.facts["n0"] = Facts(slots=2)
+        pool = Pool([Node("n0", 1, 2)], api, prefetch=False)
+        with await pool.acquire():
+            assert (await refusal(pool.acquire())).status == 429
+
+    run(test)
+
+
+def test_a_slot_is_kept_until_the_cancel_is_delivered() -> None:
+    async def test() -> None:
+        pool, api = await asked(1, slots=2, queue_timeout_s=WAIT_S)
+        first, second = await pool.acquire(), await pool.acquire()
+        api.may_cancel.clear()
+        second.dispatched("r2")
+        second.release()
+        waiter = asyncio.create_task(pool.acquire())
+        await settle()
+        assert api.cancels == [("n0", "r2")] and not waiter.done()
+        api.may_cancel.set()
+        (await waiter).release()
+        first.release()
+        assert pool.nodes[0].leases == 0
+
+    run(test)
+
+
+def test_waiters_for_slots_are_served_first_come_first_served() -> None:
+    async def test() -> None:
+        pool, _ = await asked(1, slots=2, queue_timeout_s=WAIT_S)
+        held = [await pool.acquire(), await pool.acquire()]
+        waiters = []
+        for _ in range(4):
+            waiters.append(asyncio.create_task(pool.acquire()))
+            await settle()
+        for i in range(4):
+            held.pop(0).release()
+            held.append(await waiters[i])
+            await settle()
+            assert [waiter.done() for waiter in waiters] == [True] * (i + 1) + [False] * (3 - i)
+
+    run(test)
+
+
+def test_a_prompt_goes_to_a_node_with_room_for_it_and_a_new_token() -> None:
+    async def test() -> None:
+        pool, api = make(3)
+        api.facts = {"n0": Facts(max_seq_len=100), "n1": Facts(max_seq_len=200)}
+        api.dead.add("n2")
+        await pool.ask_all()
+        with await pool.acquire(tokens=100) as lease:
+            assert lease.node.host == "n1"
+            assert (await refusal(pool.acquire(tokens=100))).status == 429, "it could be served later"
+        error = await refusal(pool.acquire(tokens=200))
+        assert (error.status, error.code) == (400, "context_length_exceeded")
+        assert "has 200 tokens; legal are 1 to 199" in error.message
+        api.dead.clear()
+        await pool.ask_all()
+        with await pool.acquire(tokens=10**6) as lease:
+            assert lease.node.host == "n2", "it doesn't say"
 
     run(test)
 

@@ -1,6 +1,8 @@
 """The background sender and the staging it reads: retries, isolation of destinations, ownership of memory."""
 
+import contextlib
 import itertools
+import re
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ from tilert_ref.connector import sender as sender_module
 from tilert_ref.connector import wire
 from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
+from tilert_ref.connector.codec import make_hello
 from tilert_ref.connector.extract import Extractor, Job
 from tilert_ref.connector.layout import BufferLayout
 from tilert_ref.connector.receiver import HandoffFailed, HandoffTimeout, ReceiveServer
@@ -79,7 +82,7 @@ class Prefill:
         self.sender = Sender(SenderConfig(LAYOUT, LAYOUT.geometry(), **config), made)
         self.pool = StagingPool(LAYOUT, 0, torch.device("cpu"), max_bytes, self.sender.forget)
         self.jobs: list[Job] = []
-        self.extractor = Extractor(CACHES, self.pool, range(2), self._submit)
+        self.extractor = Extractor(CACHES, self.pool, range(2), self._submit, refuse=self.sender.report)
 
     def step(self, *claims: Claim) -> None:
         self.extractor.begin(claims)
@@ -160,10 +163,42 @@ def test_pauses_between_attempts_double(
     monkeypatch.setattr(sender_module, "RETRY_STEP_S", 0.1)
     prefill.step(node.claim("gone"))
     eventually(lambda: prefill.idle)
-    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts[:3])]  # the fourth tells of the failure
     assert len(pauses) == 2 and pauses[0] >= 0.1 and pauses[1] >= 0.2
-    assert prefill.jobs[0].failure == "refused 3 times" and "refused 3 times" in caplog.text
+    assert prefill.jobs[0].failure == "refused 3 times, last: cancelling (rid 'gone', detail 'no_consumer')"
+    assert prefill.jobs[0].failure in caplog.text
     prefill.sender.close()
+
+
+def test_a_node_that_stays_busy_is_told_why_the_request_fails(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "RETRY_STEP_S", 0.01)
+    prefill = Prefill(attempts=3)
+    prefill.step(node.claim("a"))
+    node.server.wait("a", 20, NEVER)
+    prefill.step(node.claim("b"))
+    with pytest.raises(HandoffFailed, match="rank 0: refused 3 times, last: busy .*busy_rid 'a'"):
+        node.server.wait("b", 20, NEVER)
+    prefill.sender.close()
+
+
+def test_a_server_that_takes_no_notices_gets_none(prefill: Prefill) -> None:
+    """To TileRT's an announce with `failed` would be an offer."""
+    spoken: list[bytes] = []
+    hello = make_hello(replace(LAYOUT, tiled=True), [4096], transport="zmq", senders=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection = wire.Connection(listener.accept()[0])
+            connection.send(hello, time.monotonic() + 20)
+            with contextlib.suppress(OSError):
+                spoken.append(connection.receive(time.monotonic() + 20))
+
+        server = threading.Thread(target=serve)
+        server.start()
+        prefill.step(claim("a", listener.getsockname()[1]))
+        server.join(20)
+    assert not server.is_alive() and spoken == []
+    assert "layout_version" in prefill.jobs[0].failure
 
 
 @pytest.mark.parametrize(("attempts", "window"), [(5, 3.0), (1, 0.0), (2, 0.2)])
@@ -177,6 +212,13 @@ def test_waiting_for_one_request_does_not_hold_up_the_next(node: Node, prefill: 
     prefill.step(node.claim("gone"), node.claim("wanted"))
     assert torch.equal(node.receive("wanted"), rows_of(40))
     assert prefill.jobs[0].failure is None  # still between its attempts
+
+
+def test_destinations_are_limited(prefill: Prefill, silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MAX_DESTINATIONS", 1)
+    prefill.step(claim("a", silent), claim("b", silent + 1 if silent < 65535 else 1))
+    assert prefill.jobs[1].failure == "1 other destinations are in use"
+    assert prefill.jobs[0].failure is None
 
 
 def test_permanent_refusals_are_not_retried(node: Node, prefill: Prefill, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,6 +245,8 @@ def test_mismatches_are_named(prefill: Prefill, theirs: BufferLayout, text: str)
     prefill.step(node.claim("a"))
     eventually(lambda: prefill.jobs[0].failure)
     assert text in prefill.jobs[0].failure
+    with pytest.raises(HandoffFailed, match=re.escape(text)):
+        node.server.wait("a", 20, NEVER)
     node.server.close()
 
 
@@ -211,6 +255,8 @@ def test_sender_counts_must_agree(node: Node) -> None:
     prefill.step(node.claim("a"))
     eventually(lambda: prefill.jobs[0].failure)
     assert "decode has senders 1, prefill has 2" in prefill.jobs[0].failure
+    with pytest.raises(HandoffFailed, match="decode has senders 1, prefill has 2"):
+        node.server.wait("a", 20, NEVER)
     prefill.sender.close()
 
 
@@ -258,7 +304,7 @@ def test_failed_extraction_fails_its_request_only(
     node: Node, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill.step(node.claim("short of blocks", 40, [5, 2]), node.claim("a"))
-    with pytest.raises(HandoffFailed, match="gave up on the KV of 'short of blocks'"):
+    with pytest.raises(HandoffFailed, match="'short of blocks' failed: rank 0: .*40 tokens need 3 blocks of 16"):
         node.server.wait("short of blocks", 20, NEVER)
     node.server.release("short of blocks")
     assert torch.equal(node.receive("a"), rows_of(40))
@@ -317,7 +363,7 @@ def test_failed_write_is_told_to_the_consumer(node: Node) -> None:
     prefill.step(node.claim("a"))
     eventually(lambda: prefill.idle)
     assert prefill.jobs[0].failure == "TransferError: broken"
-    with pytest.raises(HandoffFailed):
+    with pytest.raises(HandoffFailed, match="rank 0: TransferError: broken"):
         node.server.wait("a", 20, NEVER)
     node.server.release("a")
     with pytest.raises(HandoffTimeout):
@@ -333,6 +379,9 @@ def test_transport_that_does_not_start_fails_every_job(node: Node) -> None:
     prefill.step(node.claim("a"), node.claim("b"))
     eventually(lambda: prefill.idle)
     assert [job.failure for job in prefill.jobs] == ["TransferError: no such device"] * 2
+    for rid in ("a", "b"):
+        with pytest.raises(HandoffFailed, match="rank 0: TransferError: no such device"):
+            node.server.wait(rid, 20, NEVER)
     prefill.sender.close()
 
 
@@ -350,6 +399,8 @@ def test_exhausted_staging_refuses_by_name_and_recovers(node: Node, caplog: pyte
     prefill = Prefill(max_bytes=LAYOUT.shard_bytes)
     prefill.step(node.claim("a"), node.claim("b"))
     assert "request b is not handed off: 40 tokens need" in caplog.text and "tilert_max_staging_bytes" in caplog.text
+    with pytest.raises(HandoffFailed, match="rank 0: 40 tokens need .* bytes of staging"):
+        node.server.wait("b", 20, NEVER)
     node.receive("a")
     eventually(lambda: prefill.idle)
     prefill.step(node.claim("c"))

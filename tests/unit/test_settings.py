@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tilert_ref.connector.allow import LOOPBACK_HOSTS
 from tilert_ref.connector.settings import Settings, SettingsError, read_settings
 
 
@@ -16,7 +17,8 @@ def test_defaults() -> None:
     assert (settings.ctrl_port, settings.transport, settings.admission_attempts) == (5556, "nixl", 5)
     assert (settings.max_seq_len, settings.model, settings.buffer_device) == (4096, None, None)
     assert settings.pipeline and not settings.eager_init and not settings.tiled and not settings.no_mtp
-    assert settings.allowed_hosts is None and settings.max_staging_bytes is None
+    assert settings.secret is None
+    assert settings.allowed_hosts is LOOPBACK_HOSTS and settings.max_staging_bytes is None
 
 
 @pytest.mark.parametrize(("tp", "senders"), [(1, 1), (2, 2), (8, 8), (16, 8)])
@@ -43,11 +45,12 @@ def test_values() -> None:
             "tilert_write_timeout_s": 5,
         },
         {"TILERT_PD_BUFFER_DEVICE": "cpu", "TILERT_PD_PIPELINE": "0", "TILERT_PD_KI_TILED": "1"}
-        | {"TILERT_PD_NO_MTP": "1", "TILERT_PD_EAGER_INIT": "1"},
+        | {"TILERT_PD_NO_MTP": "1", "TILERT_PD_EAGER_INIT": "1", "TILERT_REF_SECRET": "correct horse battery"},
     )
+    assert settings.secret is not None and "horse" not in repr(settings)
     assert (settings.ctrl_port, settings.model, settings.max_seq_len) == (7000, "glm5", 128)
     assert (settings.transport, settings.admission_attempts, settings.write_timeout_s) == ("zmq", 2, 5.0)
-    assert settings.allowed_hosts == {"d1", "d2"} and settings.max_staging_bytes == 1 << 20
+    assert settings.allowed_hosts.names == {"d1", "d2"} and settings.max_staging_bytes == 1 << 20
     assert settings.buffer_device == "cpu" and not settings.pipeline
     assert settings.tiled and settings.no_mtp and settings.eager_init
 
@@ -71,6 +74,9 @@ def test_flags_that_are_off(value: str) -> None:
         ({"tilert_transport": "mooncake"}, {}, "tilert_transport is 'mooncake'; legal: nixl, zmq"),
         ({"tilert_admission_attempts": 0}, {}, "tilert_admission_attempts is 0"),
         ({"tilert_allowed_hosts": "d1"}, {}, "tilert_allowed_hosts is 'd1'; legal: a list"),
+        ({"tilert_allowed_hosts": []}, {}, r"tilert_allowed_hosts is \[\]; legal: addresses, .* or '\*' alone"),
+        ({"tilert_allowed_hosts": ["10.0.0.0/33"]}, {}, "tilert_allowed_hosts has '10.0.0.0/33'; legal: addresses"),
+        ({}, {"TILERT_REF_SECRET": "sesame"}, "TILERT_REF_SECRET: a shared secret has 16 to 4096 bytes, got 6"),
         ({}, {"TILERT_PD_BUFFER_DEVICE": "tpu"}, "is 'tpu'; legal: cpu, cuda"),
         ({}, {"TILERT_EXTRACT_MODE": "legacy"}, "TILERT_EXTRACT_MODE=legacy is not supported; legal: fast"),
         ({}, {"TILERT_PD_PIPELINE_SIDE_STREAM": "1"}, "TILERT_PD_PIPELINE_SIDE_STREAM=1 is not supported"),

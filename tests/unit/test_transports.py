@@ -206,17 +206,17 @@ def test_unusable_meta_is_an_error(sender: Transport, meta: dict[str, object]) -
         sender.write(meta, [Copy(source.address, 4096, 1, layer=0, plane="kv")], TAG, soon())
 
 
-@pytest.mark.parametrize("admitted", [None, write_tag("rid", 2)])
-def test_zmq_receiver_refuses_a_tag_that_is_not_admitted(admitted: bytes | None) -> None:
+@pytest.mark.parametrize("admitted", [[], [write_tag("rid", 2)]])
+def test_zmq_receiver_refuses_a_tag_that_is_not_admitted(admitted: list[bytes]) -> None:
     receiver, sender = make_transport("zmq", "127.0.0.1"), make_transport("zmq", "", receiver=False)
     try:
         target, source = Source(receiver, 4096), Source(sender, 4096)
         before = target.bytes(0, 4096)
-        receiver.admit(admitted)
+        receiver.admit(dict.fromkeys(admitted, target.address))
         with pytest.raises(TransferError, match="not admitted"):
             sender.write(receiver.local_meta(""), [Copy(source.address, target.address, 64, 0, "kv")], TAG, soon())
         assert target.bytes(0, 4096) == before
-        receiver.admit(TAG)
+        receiver.admit({TAG: target.address})
         sender.write(receiver.local_meta(""), [Copy(source.address, target.address, 64, 0, "kv")], TAG, soon())
         assert target.bytes(0, 64) == source.bytes(0, 64)
     finally:
@@ -267,3 +267,17 @@ def test_an_idle_receiver_rests(name: str) -> None:
     used, passed = time.process_time() - used, time.monotonic() - began
     receiver.close()
     assert used < 0.05 * passed, f"{used:.2f} s of processor time in {passed:.2f} s"
+
+
+def test_zmq_receiver_keeps_a_transfer_in_its_own_slot() -> None:
+    receiver, sender = make_transport("zmq", "127.0.0.1"), make_transport("zmq", "", receiver=False)
+    try:
+        mine, other, source = Source(receiver, 64), Source(receiver, 64), Source(sender, 64)
+        before = other.bytes(0, 64)
+        receiver.admit({TAG: mine.address, write_tag("other", 1): other.address})
+        with pytest.raises(TransferError, match="not in the slot of transfer"):
+            sender.write(receiver.local_meta(""), [Copy(source.address, other.address, 64, 0, "kv")], TAG, soon())
+        assert other.bytes(0, 64) == before
+    finally:
+        sender.close()
+        receiver.close()

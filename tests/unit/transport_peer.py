@@ -26,7 +26,7 @@ def serve(pipe: Connection, name: str, nbytes: int) -> None:
             os._exit(0)
         if command[0] == "clear":
             buffer.zero_()
-            transport.admit(command[1])
+            transport.admit({command[1]: buffer.data_ptr()})
         pipe.send(buffer.numpy().tobytes() if command[0] == "read" else None)
 
 

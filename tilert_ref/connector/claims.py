@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList
 from tilert_ref.connector.rid import derive_rid
 
 logger = logging.getLogger(__name__)
@@ -69,16 +70,16 @@ class _Pending:
 class ClaimTracker:
     """Feed it every SchedulerOutput; it returns the claims of that step.
 
-    allowed_hosts: the only legal `tilert_host` values; None allows all. Whoever reaches vLLM's API can name a host,
-    and gets the prompt's KV sent there.
+    allowed_hosts: the legal `tilert_host` values. Whoever reaches vLLM's API can name a host, and would get the
+    prompt's KV sent there.
     """
 
-    def __init__(self, default_port: int, max_seq_len: int, allowed_hosts: frozenset[str] | None = None) -> None:
+    def __init__(self, default_port: int, max_seq_len: int, allowed_hosts: AllowList = LOOPBACK_HOSTS) -> None:
         self._default_port = default_port
         self._max_seq_len = max_seq_len
         self._allowed_hosts = allowed_hosts
         self._pending: dict[str, _Pending] = {}
-        self._closed: set[str] = set()  # emitted or refused: not looked at again if they reappear as new
+        self._closed: dict[str, str | None] = {}  # emitted (None) or refused (why): not looked at again as new
 
     def step(self, output: Any) -> list[Claim]:
         """output: vLLM's SchedulerOutput of the step that is about to run."""
@@ -94,10 +95,13 @@ class ClaimTracker:
             claims += self._advance(output.scheduled_cached_reqs, output.num_scheduled_tokens)
         return claims
 
-    def finished(self, request_id: str) -> None:
-        """vLLM is through with the request, also if it was aborted."""
-        if self._pending or self._closed:
-            self._forget((request_id,))
+    def finished(self, request_id: str) -> str | None:
+        """vLLM is through with the request, also if it was aborted. Returns why it was not handed off, if so."""
+        reason = self._closed.get(request_id)
+        if request_id in self._pending:
+            reason = "the request ended before its prompt was computed"
+        self._forget((request_id,))
+        return reason
 
     @property
     def idle(self) -> bool:
@@ -110,7 +114,7 @@ class ClaimTracker:
         if (reason := self._refusal(request, params)) is not None:
             logger.error("request %s is not handed off: %s", request.req_id, reason)
             self._pending.pop(request.req_id, None)
-            self._closed.add(request.req_id)
+            self._closed[request.req_id] = reason
             return False
         self._pending[request.req_id] = _Pending(
             request.req_id,
@@ -126,8 +130,8 @@ class ClaimTracker:
         host, port, sampling = (params.get(key) for key in ("tilert_host", "tilert_ctrl_port", "sampling"))
         if not isinstance(host, str):
             return f"tilert_host is {host!r}, a string is legal"
-        if self._allowed_hosts is not None and host not in self._allowed_hosts:
-            return f"tilert_host {host!r} is not in tilert_allowed_hosts"
+        if (refused := self._allowed_hosts.refusal(host)) is not None:
+            return f"tilert_host {refused}"
         if port is not None and (type(port) is not int or not 0 < port < 65536):
             return f"tilert_ctrl_port is {port!r}, 1 .. 65535 is legal"
         if sampling is not None and not isinstance(sampling, dict):
@@ -162,13 +166,13 @@ class ClaimTracker:
         if computed < len(pending.prompt):
             return []
         del self._pending[request_id]
-        self._closed.add(request_id)
+        self._closed[request_id] = None
         return [pending.claim()]
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._pending.pop(request_id, None)
-            self._closed.discard(request_id)
+            self._closed.pop(request_id, None)
 
 
 def transfer_params(sampling_params: Any) -> Mapping[str, Any] | None:

@@ -13,26 +13,41 @@ Wire versions (`protocol_version` in hello):
     2   TileRT 0.1.6.
 Ours adds, without a new number, what a peer of version 2 ignores or refuses cleanly:
     -   `tilert_ref` in hello and announce: a `Geometry`, which has a `version` of its own (1 is the first);
-    -   transport `zmq` and its hello field `zmq_endpoint`.
+    -   transport `zmq` and its hello field `zmq_endpoint`;
+    -   `tilert_auth` in every message, if the ends have a shared secret: an `Auth` (see secret.py);
+    -   `takes_failures` in hello: an announce with `failed` tells that a rank's handoff will not come, and why. It is
+        the connection's only message. Any other server would take it for an offer;
+    -   `any_slot` in announce: the sender writes to the addresses that accept names, if any (`kv_base`, `pe_base`,
+        `ki_base`, as in hello);
+    -   `error` in a done that is false: why the rank gave up.
 
 Source: protocol.md section 3.
 """
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from tilert_ref.connector.layout import MODEL_BASE_VERSION, BufferLayout, Geometry, PlaneBases
+from tilert_ref.connector.layout import MODEL_BASE_VERSION, PLANES, BufferLayout, Geometry, PlaneBases
 
 MAGIC = "tilert-pd"
 PROTOCOL_VERSION = 2
-MAX_FRAME = 16 * 2**20
+MAX_FRAME = 16 * 2**20  # the protocol's; only an announce with its prompt's ids comes near
+MAX_HELLO = 2**20  # a thousand shards' addresses, or a big machine's NIXL metadata, with room
+MAX_SMALL = 2**16  # challenge, accept, reject, done
 MAX_SHARDS = 1024
+MAX_LAYERS = 4096
+MAX_PROMPT = 2**21
+MAX_DEPTH = 16
+MAX_REASON = 1000
 TRANSIENT_REASONS = frozenset({"busy", "cancelling"})
 
+HEADER_BYTES = 4
 _HEADER = struct.Struct("!I")
 _NULLABLE = frozenset({"sampling"})  # sent as null; every other None means the field is absent
 _META_FIELDS = ("session_id", "nixl_meta", "nixl_dev", "zmq_endpoint")
@@ -41,6 +56,8 @@ Int32 = Annotated[int, Meta(ge=0, lt=2**31)]
 Int63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
+Hex64 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Bases = int | list[int]
 
 
@@ -56,12 +73,29 @@ class HandoffRefused(Exception):
         self.reason = reason
 
 
+class Auth(msgspec.Struct, kw_only=True):
+    """Extension field of every message between ends with a shared secret (secret.py)."""
+
+    version: Annotated[int, Meta(ge=1, le=1)] = 1
+    nonce: Hex64 | None = None
+    proof: Hex64 | None = None
+
+
+class Challenge(msgspec.Struct, kw_only=True):
+    """What a sender with the shared secret answers to a hello that asks for it."""
+
+    tilert_auth: Auth
+
+
 class Hello(msgspec.Struct, kw_only=True):
-    """The receive buffer: capacity in tokens, address of each plane (one per shard if sharded), transport."""
+    """The receive buffer: capacity in tokens, address of each plane (one per shard if sharded), transport.
+
+    A hello with a nonce asks for the shared secret and keeps the addresses back: they are 0.
+    """
 
     magic: str
-    protocol_version: int = 1
-    layout_version: int
+    protocol_version: Int64 = 1
+    layout_version: Int64
     transport: str
     max_seq_len: Annotated[int, Meta(ge=1, lt=2**31)]
     busy: bool = False
@@ -74,11 +108,18 @@ class Hello(msgspec.Struct, kw_only=True):
     nixl_meta: str | None = None
     nixl_dev: Int32 | None = None
     zmq_endpoint: str | None = None
+    takes_failures: bool | None = None
     tilert_ref: Geometry | None = None
+    tilert_auth: Auth | None = None
 
     def __post_init__(self) -> None:
-        for name in ("kv_base", "pe_base", "ki_base"):
-            _check_bases(name, getattr(self, name), self.nshards)
+        if not self.withheld:
+            for name in ("kv_base", "pe_base", "ki_base"):
+                _check_bases(name, getattr(self, name), self.nshards)
+
+    @property
+    def withheld(self) -> bool:
+        return self.tilert_auth is not None and self.tilert_auth.nonce is not None
 
     @property
     def shard_count(self) -> int:
@@ -111,18 +152,31 @@ class Announce(msgspec.Struct, kw_only=True):
     seq_len: Int64 = 0
     last_prompt_token: Int32 = 0
     sampling: dict[str, Any] | None = None
-    admission_window_s: Annotated[float, Meta(ge=0)] = 0.0
-    kv_scales: list[float] | None = None
-    prompt_token_ids: list[Int32] | None = None
+    admission_window_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    kv_scales: Annotated[list[float], Meta(max_length=MAX_LAYERS)] | None = None
+    prompt_token_ids: Annotated[list[Int32], Meta(max_length=MAX_PROMPT)] | None = None
     first_token_id: Int32 | None = None
     tilert_ref: Geometry | None = None
+    any_slot: bool | None = None
+    failed: Reason | None = None
+    tilert_auth: Auth | None = None
+
+    def __post_init__(self) -> None:
+        if _depth(self.sampling) > MAX_DEPTH:
+            raise ValueError(f"sampling is nested more than {MAX_DEPTH} deep")
 
 
 class Accept(msgspec.Struct, kw_only=True):
+    """The bases, if given, are where to write instead of hello's: only for a sender whose announce had `any_slot`."""
+
     accepted: bool = True
     rid: Rid
     rank: Int32
     generation: Int63
+    kv_base: Bases | None = None
+    pe_base: Bases | None = None
+    ki_base: Bases | None = None
+    tilert_auth: Auth | None = None
 
 
 class Reject(msgspec.Struct, kw_only=True):
@@ -131,11 +185,12 @@ class Reject(msgspec.Struct, kw_only=True):
     accepted: bool = False
     error: str
     rid: str | None = None
-    rank: int | None = None
+    rank: Int64 | None = None
     detail: str | None = None
     busy_rid: str | None = None
     busy_state: str | None = None
-    max_seq_len: int | None = None
+    max_seq_len: Int64 | None = None
+    tilert_auth: Auth | None = None
 
     @property
     def transient(self) -> bool:
@@ -149,9 +204,11 @@ class Done(msgspec.Struct, kw_only=True):
     rid: Rid
     rank: Int32
     generation: Int63
+    error: Reason | None = None
+    tilert_auth: Auth | None = None
 
 
-Message = Hello | Announce | Accept | Reject | Done
+Message = Hello | Challenge | Announce | Accept | Reject | Done
 
 
 def _check_bases(name: str, bases: Bases, nshards: int | None) -> None:
@@ -162,6 +219,15 @@ def _check_bases(name: str, bases: Bases, nshards: int | None) -> None:
     for address in addresses:
         if not 0 < address < 2**64:
             raise ValueError(f"{name} holds {address}, which is not a 64-bit address")
+
+
+def _depth(value: Any) -> int:
+    """Nesting of lists and objects, counted no further than just past MAX_DEPTH."""
+    depth, level = 0, [value]
+    while depth <= MAX_DEPTH and (level := [inner for inner in level if isinstance(inner, dict | list)]):
+        depth += 1
+        level = [i for inner in level for i in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
 
 
 def encode(message: Message) -> bytes:
@@ -175,13 +241,14 @@ def encode(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into payloads."""
+    """Cuts a byte stream into payloads. limit: of the frames that come next; may be set between two of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self.limit = limit
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Payloads that `data` completes. ProtocolError as soon as a header asks for more than MAX_FRAME."""
+    def feed(self, data: bytes = b"") -> list[bytes]:
+        """Payloads that `data` completes. ProtocolError as soon as a header asks for more than the limit."""
         self._pending += data
         payloads = []
         while (end := self._frame_end()) is not None and end <= len(self._pending):
@@ -198,8 +265,8 @@ class FrameDecoder:
         if len(self._pending) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._pending)
-        if length > MAX_FRAME:
-            raise ProtocolError(f"a frame of {length} bytes; at most {MAX_FRAME} are legal")
+        if length > self.limit:
+            raise ProtocolError(f"a frame of {length} bytes; at most {self.limit} are legal")
         return _HEADER.size + length
 
 
@@ -219,6 +286,10 @@ def decode_hello(payload: bytes) -> Hello:
 
 def decode_announce(payload: bytes) -> Announce:
     return _decode(payload, Announce, "announce")
+
+
+def decode_challenge(payload: bytes) -> Challenge:
+    return _decode(payload, Challenge, "challenge")
 
 
 def decode_done(payload: bytes) -> Done:
@@ -252,9 +323,7 @@ def make_hello(
         meta: the transport's `local_meta()`.
         geometry: default `layout.geometry()`.
     """
-    bases = layout.bases_at(shard_addresses)
-    sharded = layout.nshards > 1
-    kv, pe, ki = (base if sharded else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
     return Hello(
         magic=MAGIC,
         protocol_version=PROTOCOL_VERSION,
@@ -266,10 +335,22 @@ def make_hello(
         kv_base=kv,
         pe_base=pe,
         ki_base=ki,
-        nshards=layout.nshards if sharded else None,
+        nshards=layout.nshards if layout.nshards > 1 else None,
         tilert_ref=geometry or layout.geometry(),
         **(meta or {}),
     )
+
+
+def name_bases(accept: Accept, layout: BufferLayout, shard_addresses: Sequence[int]) -> Accept:
+    """accept for a slot whose shards lie at other addresses than hello named."""
+    kv, pe, ki = _wire_bases(layout, shard_addresses)
+    return msgspec.structs.replace(accept, kv_base=kv, pe_base=pe, ki_base=ki)
+
+
+def _wire_bases(layout: BufferLayout, shard_addresses: Sequence[int]) -> tuple[Bases, Bases, Bases]:
+    bases = layout.bases_at(shard_addresses)
+    kv, pe, ki = (base if layout.nshards > 1 else base[0] for base in (bases.kv, bases.pe, bases.ki))
+    return kv, pe, ki
 
 
 def check_hello(
@@ -299,6 +380,36 @@ def check_hello(
     if seq_len > hello.max_seq_len:
         raise HandoffRefused(f"seq_len {seq_len} exceeds decode's max_seq_len {hello.max_seq_len}")
     check_geometry(hello.tilert_ref, expected, checkpoint)
+    check_destination(hello, expected)
+
+
+def check_destination(hello: Hello, expected: BufferLayout) -> None:
+    """The planes lie beside each other in 64 bits of address, none over another. Raises HandoffRefused."""
+    target = replace(expected, max_seq_len=hello.max_seq_len, nshards=hello.shard_count)
+    bases = hello.plane_bases()
+    ranges = sorted(
+        (base, base + target.layer_slots * target.layer_bytes(plane), plane)
+        for plane in PLANES
+        for base in getattr(bases, plane)
+        if target.layer_bytes(plane)
+    )
+    for (_, end, plane), (start, _, other) in pairwise(ranges):
+        if end > start:
+            raise HandoffRefused(f"decode's {plane} plane ends at {end:#x}, its {other} plane begins at {start:#x}")
+    if ranges[-1][1] > 2**64:
+        raise HandoffRefused(f"decode's {ranges[-1][2]} plane ends at {ranges[-1][1]:#x}, beyond 64 bits")
+
+
+def destination(hello: Hello, accept: Accept) -> Hello:
+    """hello with the addresses that an accept for another slot names. ProtocolError if they don't fit its shards."""
+    bases = {name: getattr(accept, name) for name in ("kv_base", "pe_base", "ki_base")}
+    if all(base is None for base in bases.values()):
+        return hello
+    moved = msgspec.structs.asdict(hello) | bases
+    try:
+        return Hello(**moved)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"not a legal accept: {error}") from error
 
 
 def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: str | None = None) -> None:

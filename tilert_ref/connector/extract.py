@@ -109,6 +109,7 @@ class Extractor:
         layerwise: copy rows in `layer`, as they are written; False leaves all of it to `finish`.
         tiled: store index pages in the tiled order.
         submit: takes over the sender's side of a new job; must not block.
+        refuse: is told of a claim that gets no job, and why; must not block.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Extractor:
         layers: Collection[int],
         submit: Callable[[Job], None],
         *,
+        refuse: Callable[[Claim, str], None] = lambda claim, reason: None,
         layerwise: bool = True,
         tiled: bool = False,
     ) -> None:
@@ -127,6 +129,7 @@ class Extractor:
         self._by_name = {entry.name: entry for entry in main} if layerwise else {}
         self._pool = pool
         self._submit = submit
+        self._refuse = refuse
         self._tiled = tiled
         self._active: list[_Active] = []
 
@@ -137,6 +140,7 @@ class Extractor:
                 slot = self._pool.acquire(claim.seq_len)
             except StagingExhausted as error:
                 logger.error("request %s is not handed off: %s", claim.request_id, error)
+                self._refuse(claim, str(error))
                 continue
             job = Job(claim, slot, self._pool.release)
             self._active.append(_Active(job))

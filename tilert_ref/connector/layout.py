@@ -9,7 +9,7 @@ Source: protocol.md sections 8 (layout, versions), 7.1 (write plan), 11 (worked 
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import torch
@@ -233,20 +233,23 @@ def model_profile(num_layers: int, has_mtp: bool, has_index: bool) -> Profile:
     return Profile("model", num_layers, has_mtp, has_index, MODEL_BASE_VERSION)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     """What the layout version alone does not say. Travels in hello and announce as `tilert_ref`.
 
     kv_bytes, pe_bytes: bytes of one token in one layer of that plane. nixl_version, checkpoint: None if not known.
     """
 
-    version: int = 1
-    num_layers: int
+    version: _Count = 1
+    num_layers: _Count
     has_mtp: bool
     has_index: bool
-    kv_bytes: int
-    pe_bytes: int
-    nixl_version: str | None = None
-    checkpoint: str | None = None
+    kv_bytes: _Count
+    pe_bytes: _Count
+    nixl_version: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    checkpoint: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
 @dataclass(frozen=True)

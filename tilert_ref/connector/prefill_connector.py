@@ -99,14 +99,23 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
         return ClaimMetadata(tuple(claims)) if claims else _NOTHING
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._tracker.finished(request.request_id)
-        return False, None
+        return False, self._outcome(request)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._tracker.finished(request.request_id)
-        return False, None
+        return False, self._outcome(request)
+
+    def _outcome(self, request: "Request") -> dict[str, Any] | None:
+        """Goes into the reply's kv_transfer_params: why the request was refused here. The router fails it by that.
+
+        Beside another connector's parameters it would end the engine: MultiConnector takes one connector's only.
+        """
+        reason = self._tracker.finished(request.request_id)
+        theirs = request.kv_transfer_params or {}
+        if reason is None or theirs.get("do_remote_decode") or theirs.get("do_remote_prefill"):
+            return None
+        return {"tilert_error": reason}
 
     # Worker half.
 
@@ -158,6 +167,8 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             rank=rank,
             attempts=settings.admission_attempts,
             write_timeout_s=settings.write_timeout_s,
+            allowed=settings.allowed_hosts,
+            secret=settings.secret,
         )
         self._sender = Sender(config, lambda: make_transport(settings.transport, "", receiver=False))
         device, pinned = _staging_device(caches, settings)
@@ -168,6 +179,7 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             range(rank, len(caches.rows), settings.senders),
             self._sender.submit,
             # Two micro-batches write a layer one after the other, and its hook fires after the first already.
+            refuse=self._sender.report,
             layerwise=settings.pipeline and not getattr(self._vllm_config.parallel_config, "use_ubatching", False),
             tiled=settings.tiled,
         )

@@ -7,7 +7,10 @@ aside.
     connect, read hello, check it, announce
         accept              write the parts as the forward pass delivers them, then done
         busy, cancelling    once more after 0.2, 0.4, 0.8, 1.6 s
-        anything else       the job fails: named in the log, and decode is told if it had accepted
+        anything else       the job fails: named in the log, and decode is told, so that its request fails at once
+
+Telling decode: a done that is false if it had accepted; else a notice (codec, `failed`) where hello says that those are
+taken, on a connection of its own if need be. A node that can't be reached is not told.
 
 The write that missed its deadline may go on (see transport). Then the control connection stays open and the slot stays
 ours until it has ended: an open connection is what keeps the receiver from giving its buffer to another request.
@@ -25,9 +28,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tilert_ref.connector import codec, wire
-from tilert_ref.connector.codec import Accept, Announce, Done, HandoffRefused, Hello, ProtocolError
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList, endpoint_host
+from tilert_ref.connector.claims import Claim
+from tilert_ref.connector.codec import MAX_REASON, Accept, Announce, Done, HandoffRefused, Hello, ProtocolError
 from tilert_ref.connector.extract import Job, Part
+from tilert_ref.connector.handshake import read_hello
 from tilert_ref.connector.layout import BufferLayout, Copy, Geometry, LayoutError, write_plan
+from tilert_ref.connector.secret import Secret
 from tilert_ref.connector.staging import Slot
 from tilert_ref.connector.transport import TransferError, TransferTimeout, Transport, write_tag
 
@@ -35,6 +42,8 @@ RETRY_STEP_S = 0.2
 HANDSHAKE_TIMEOUT_S = 10.0
 PART_TIMEOUT_S = 110.0  # TileRT's server gives up on a silent sender after 120 s
 IDLE_S = 30.0
+MAX_DESTINATIONS = 256
+"""Threads. Whoever reaches vLLM's API can name any port of an allowed host, each one a destination of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +56,7 @@ class SenderConfig:
 
     layout: of a staging buffer; hello is checked against it. geometry: goes into announce. senders, rank: number of
     sender ranks, and which one this is. attempts: handshakes per job. write_timeout_s: for the parts that were ready
-    together.
+    together. allowed: hosts that may get KV. secret: if given, only nodes that know it do.
     """
 
     layout: BufferLayout
@@ -56,6 +65,8 @@ class SenderConfig:
     rank: int = 0
     attempts: int = 5
     write_timeout_s: float = 60.0
+    allowed: AllowList = LOOPBACK_HOSTS
+    secret: Secret | None = None
 
     @property
     def admission_window_s(self) -> float:
@@ -82,11 +93,22 @@ class Sender:
             if waiting is not None:
                 waiting.put(_Try(job))
                 return
-            if not self._closed:
+            if not self._closed and len(self._queues) < MAX_DESTINATIONS:
                 self._start_thread(destination, job)
                 return
-        job.fail("the sender is closed")
+            reason = "the sender is closed" if self._closed else f"{len(self._queues)} other destinations are in use"
+        if not self._closed:
+            logger.error("request %s is not handed off: %s", job.claim.request_id, reason)
+        job.fail(reason)
         job.sender_through()
+
+    def report(self, claim: Claim, reason: str) -> None:
+        """Tells the decode node that this rank's handoff of claim will not come. Returns at once."""
+        with self._lock:
+            if self._closed:
+                return
+        arguments = (claim, self._config, reason)
+        threading.Thread(target=_report, args=arguments, name="tilert-send-report", daemon=True).start()
 
     def start_transport(self) -> None:
         """Starts the transport before the first job needs it. Errors are logged; each job will meet them again."""
@@ -115,8 +137,8 @@ class Sender:
 
     def _run(self, destination: Destination, waiting: "_Queue") -> None:
         while (current := self._next(destination, waiting)) is not None:
-            if not _Attempt(self._config, self._started, current.job).run():
-                self._retry(current, waiting)
+            if (refusal := _Attempt(self._config, self._started, current.job).run()) is not None:
+                self._retry(replace(current, refusal=refusal), waiting)
 
     def _next(self, destination: Destination, waiting: "_Queue") -> "_Try | None":
         """The destination's next due job; None, and the thread's end, after IDLE_S without one."""
@@ -131,9 +153,11 @@ class Sender:
         if current.number < self._config.attempts:
             waiting.put(_Try(current.job, current.number + 1), delay=RETRY_STEP_S * 2 ** (current.number - 1))
             return
-        logger.error("handoff of request %s failed: refused %d times", current.job.claim.request_id, current.number)
-        current.job.fail(f"refused {current.number} times")
+        claim, reason = current.job.claim, f"refused {current.number} times, last: {current.refusal}"
+        logger.error("handoff of request %s failed: %s", claim.request_id, reason)
+        current.job.fail(reason)
         current.job.sender_through()
+        self.report(claim, reason)
 
     def _started(self) -> Transport:
         with self._lock:
@@ -152,10 +176,11 @@ class Sender:
 
 @dataclass(frozen=True)
 class _Try:
-    """The number-th attempt at a job, from 1."""
+    """The number-th attempt at a job, from 1, and how it was refused."""
 
     job: Job
     number: int = 1
+    refusal: str = ""
 
 
 class _Queue:
@@ -216,34 +241,41 @@ class _Attempt:
         self._job = job
         self._claim = job.claim
         self._connection: wire.Connection | None = None
+        self._hello: Hello | None = None
+        self._announced = self._unreachable = False
         self._accept: Accept | None = None
 
-    def run(self) -> bool:
-        """True if the job is over, sent or failed; False if the node refused for now."""
+    def run(self) -> str | None:
+        """None if the job is over, sent or failed; if the node refused for now, what it said."""
         try:
             self._hand_off()
         except _TryLater as refusal:
-            logger.info("request %s: %s", self._claim.request_id, refusal)
+            logger.info("request %s: refused for now: %s", self._claim.request_id, refusal)
             self._disconnect()
-            return False
+            return str(refusal)
         except TransferTimeout as error:
             self._failed(error)
             error.settled.add_done_callback(lambda _: self._over())
-            return True
+            return None
         except (OSError, ProtocolError, HandoffRefused, LayoutError, TransferError) as error:
             self._failed(error)
         except Exception as error:  # a bug: it must not end the thread, or the destination would never be served again
             logger.exception("unexpected error")
             self._failed(error)
         self._over()
-        return True
+        return None
 
     def _hand_off(self) -> None:
         self._check_alive()
-        self._connection = wire.connect(self._claim.host, self._claim.port, _deadline(HANDSHAKE_TIMEOUT_S))
+        self._connect()
         transport = self._transport()
-        hello = self._read_hello(transport)
+        config, seq_len = self._config, self._claim.seq_len
+        checkpoint = config.geometry.checkpoint
+        codec.check_hello(self._hello, config.layout, config.senders, transport.name, seq_len, checkpoint)
+        _check_data_address(self._hello, config.allowed, self._connection.peer_address)
         self._accept = self._announce()
+        hello = codec.destination(self._hello, self._accept)
+        codec.check_destination(hello, config.layout)
         self._register(transport)
         while parts := self._job.take(PART_TIMEOUT_S):
             self._check_alive()
@@ -251,13 +283,10 @@ class _Attempt:
         self._check_alive()
         self._send_done(True)
 
-    def _read_hello(self, transport: Transport) -> Hello:
-        hello = codec.decode_hello(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
-        config = self._config
-        codec.check_hello(
-            hello, config.layout, config.senders, transport.name, self._claim.seq_len, config.geometry.checkpoint
-        )
-        return hello
+    def _connect(self) -> None:
+        self._unreachable = True
+        self._connection, self._hello = _greeted(self._claim, self._config)
+        self._unreachable = False
 
     def _announce(self) -> Accept:
         claim, config = self._claim, self._config
@@ -270,12 +299,14 @@ class _Attempt:
             admission_window_s=config.admission_window_s,
             prompt_token_ids=claim.prompt_token_ids if claim.prompt_token_ids and config.rank == 0 else None,
             tilert_ref=config.geometry,
+            any_slot=True,
         )
+        self._announced = True
         self._connection.send(announce, _deadline(HANDSHAKE_TIMEOUT_S))
-        reply = codec.decode_reply(self._connection.receive(_deadline(HANDSHAKE_TIMEOUT_S)))
+        reply = self._connection.reply(_deadline(HANDSHAKE_TIMEOUT_S))
         if not isinstance(reply, Accept):
             said = wire.describe(reply)
-            raise _TryLater(f"refused for now: {said}") if reply.transient else HandoffRefused(f"refused: {said}")
+            raise _TryLater(said) if reply.transient else HandoffRefused(f"refused: {said}")
         if (reply.rid, reply.rank) != (claim.rid, config.rank):
             raise HandoffRefused(f"the node accepted {reply.rid!r} rank {reply.rank}, not {claim.rid!r} {config.rank}")
         return reply
@@ -291,7 +322,7 @@ class _Attempt:
             if part.ready is not None:
                 part.ready.synchronize()
         copies = [copy for part in parts for copy in self._copies(hello, part)]
-        tag = write_tag(self._accept.rid, self._accept.generation)
+        tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
             transport.write(hello.meta(), copies, tag, _deadline(self._config.write_timeout_s))
         except TransferTimeout:
@@ -305,10 +336,10 @@ class _Attempt:
         plan = write_plan(slot.layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, part.layers)
         return [copy for copy in plan if copy.plane in part.planes]
 
-    def _send_done(self, done: bool) -> None:
+    def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
         accept = self._accept
-        message = Done(done=done, rid=accept.rid, rank=accept.rank, generation=accept.generation)
+        message = Done(done=done, rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
         self._connection.send(message, _deadline(HANDSHAKE_TIMEOUT_S))
 
     def _version_note(self, hello: Hello) -> str:
@@ -327,15 +358,67 @@ class _Attempt:
         self._job.fail(reason)
 
     def _over(self) -> None:
-        if self._accept is not None and self._job.failure is not None:
+        if self._job.failure is not None:
             with contextlib.suppress(OSError):  # a peer that is gone needs no telling
-                self._send_done(False)
+                self._tell(self._job.failure[:MAX_REASON])
         self._disconnect()
         self._job.sender_through()
+
+    def _tell(self, reason: str) -> None:
+        if self._accept is not None:
+            self._send_done(False, reason)
+        elif self._hello is None and not self._unreachable:
+            _report(self._claim, self._config, reason)
+        elif self._hello is not None and not self._announced:  # else the node refused it, and knows
+            _notify(self._connection, self._hello, self._claim, self._config.rank, reason)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def _check_data_address(hello: Hello, allowed: AllowList, peer: str) -> None:
+    """The data goes to the node that we talk to, or to another allowed one: hello must not send us anywhere else.
+
+    NIXL's metadata is a closed format: what is in it can't be checked here.
+    """
+    for name, scheme in (("zmq_endpoint", "tcp://"), ("session_id", "")):
+        endpoint = getattr(hello, name)
+        if endpoint is None:
+            continue
+        host = endpoint_host(endpoint, scheme)
+        if host is None:
+            raise HandoffRefused(f"decode's {name} is {endpoint[:256]!r}; legal: {scheme}ADDRESS:PORT")
+        if host != peer and (refused := allowed.refusal_of_address(host)):
+            raise HandoffRefused(f"decode's {name} names another host than {peer}: {refused}")
+
+
+def _greeted(claim: Claim, config: SenderConfig) -> tuple[wire.Connection, Hello]:
+    """A new connection to the claim's node, and the node's hello."""
+    deadline = _deadline(HANDSHAKE_TIMEOUT_S)
+    connection = wire.connect(claim.host, claim.port, deadline, config.allowed)
+    try:
+        return connection, read_hello(connection, config.secret, deadline)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _report(claim: Claim, config: SenderConfig, reason: str) -> None:
+    try:
+        connection, hello = _greeted(claim, config)
+    except (OSError, ProtocolError, HandoffRefused) as error:
+        logger.warning("%s:%d can't be told that request %s failed: %s", claim.host, claim.port, claim.rid, error)
+        return
+    with contextlib.suppress(OSError):
+        _notify(connection, hello, claim, config.rank, reason)
+    connection.close()
+
+
+def _notify(connection: wire.Connection, hello: Hello, claim: Claim, rank: int, reason: str) -> None:
+    if hello.takes_failures:
+        notice = Announce(rid=claim.rid, rank=rank, failed=reason[:MAX_REASON])
+        connection.send(notice, _deadline(HANDSHAKE_TIMEOUT_S))
 
 
 def _deadline(seconds: float) -> float:

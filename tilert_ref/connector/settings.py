@@ -4,7 +4,9 @@ Source: protocol.md 6.4. What is ours, or differs from TileRT:
 
 - `tilert_transport` defaults to `nixl`: mooncake is not supported yet.
 - `tilert_pd_buffer_device` defaults to the device of vLLM's caches: host staging on a CPU, device staging on a GPU.
-- `tilert_max_staging_bytes`, `tilert_allowed_hosts` and `tilert_write_timeout_s` are new.
+- `tilert_max_staging_bytes` and `tilert_write_timeout_s` are new.
+- `tilert_allowed_hosts` is new: where a request may have its KV sent. Addresses, CIDR networks and host names; without
+  it this machine only, with ["*"] wherever a request says (which is what TileRT does). See allow.py.
 - TILERT_PD_SENDERS defaults to the TP size instead of 8, and may not exceed it: more senders never complete.
 - TILERT_PD_EAGER_INIT defaults to 0: a server that hands nothing off starts no transport.
 - Without effect: `tilert_host` (every request names its own), TILERT_PD_SHARDS (staging is one region), and
@@ -15,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList
+from tilert_ref.connector.secret import Secret, read_secret
 from tilert_ref.connector.transport import TRANSPORTS
 
 MAX_SENDERS = 8
@@ -52,8 +56,9 @@ class Settings:
     admission_attempts: int
     buffer_device: str | None
     max_staging_bytes: int | None
-    allowed_hosts: frozenset[str] | None
+    allowed_hosts: AllowList
     write_timeout_s: float
+    secret: Secret | None
     senders: int
     pipeline: bool
     eager_init: bool
@@ -77,8 +82,9 @@ def read_settings(extra: Mapping[str, Any], env: Mapping[str, str], max_model_le
         admission_attempts=_integer("tilert_admission_attempts", extra.get("tilert_admission_attempts", 5), 1, 20),
         buffer_device=None if device is None else _one_of("tilert_pd_buffer_device", device, BUFFER_DEVICES),
         max_staging_bytes=None if staging is None else _integer("tilert_max_staging_bytes", staging, 1, 2**63),
-        allowed_hosts=None if hosts is None else _hosts(hosts),
+        allowed_hosts=LOOPBACK_HOSTS if hosts is None else _hosts(hosts),
         write_timeout_s=float(_integer("tilert_write_timeout_s", extra.get("tilert_write_timeout_s", 60), 1, 3600)),
+        secret=_secret(env),
         senders=_senders(env, tp_size),
         pipeline=_flag(env, "TILERT_PD_PIPELINE", default=True),
         eager_init=_flag(env, "TILERT_PD_EAGER_INIT", default=False),
@@ -92,6 +98,13 @@ def _senders(env: Mapping[str, str], tp_size: int) -> int:
     if wanted is None:
         return min(MAX_SENDERS, tp_size)
     return _integer("TILERT_PD_SENDERS", wanted, 1, min(MAX_SENDERS, tp_size), " (the tensor parallel size bounds it)")
+
+
+def _secret(env: Mapping[str, str]) -> Secret | None:
+    try:
+        return read_secret(env)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _check_fixed(env: Mapping[str, str]) -> None:
@@ -116,10 +129,15 @@ def _one_of(name: str, value: object, legal: Sequence[str]) -> str:
     return str(value)
 
 
-def _hosts(value: object) -> frozenset[str]:
+def _hosts(value: object) -> AllowList:
     if not isinstance(value, list) or not all(isinstance(host, str) for host in value):
-        raise SettingsError(f"tilert_allowed_hosts is {value!r}; legal: a list of host names as requests give them")
-    return frozenset(value)
+        raise SettingsError(
+            f'tilert_allowed_hosts is {value!r}; legal: a list of addresses, CIDR networks and host names, or ["*"]'
+        )
+    try:
+        return AllowList.parse("tilert_allowed_hosts", value)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _flag(env: Mapping[str, str], name: str, default: bool) -> bool:

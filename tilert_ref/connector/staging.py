@@ -19,7 +19,7 @@ MIN_POOL_BYTES = 1 << 30
 
 
 class StagingExhausted(Exception):
-    """All staging memory is in use. The request is not handed off; decode times out."""
+    """All staging memory is in use. The request is not handed off; its decode node is told."""
 
 
 @dataclass(eq=False)

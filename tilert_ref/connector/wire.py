@@ -10,11 +10,35 @@ import contextlib
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
-from tilert_ref.connector.codec import FrameDecoder, Message, Reject, encode
+from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList
+from tilert_ref.connector.codec import (
+    MAX_FRAME,
+    MAX_HELLO,
+    MAX_SMALL,
+    Accept,
+    Announce,
+    Challenge,
+    Done,
+    FrameDecoder,
+    Hello,
+    Message,
+    ProtocolError,
+    Reject,
+    decode_announce,
+    decode_challenge,
+    decode_done,
+    decode_hello,
+    decode_reply,
+    encode,
+)
+from tilert_ref.connector.secret import Session
 
-BACKLOG = 32
+BACKLOG = 128  # connections that wait for accept; TileRT has 32, which a burst of idle ones fills
 RECEIVE_BYTES = 1 << 16
+MAX_SAID = 1000  # characters of a peer's refusal that go into a log
 WILDCARDS = ("", "::", "0.0.0.0")
 # A peer whose machine vanished sends no FIN. These find it within 10 + 3 * 5 s, where Linux's defaults take two hours.
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -24,10 +48,22 @@ class ConnectionLost(ConnectionError):
     """The peer closed the connection, or we did from another thread."""
 
 
+_M = TypeVar("_M", bound=Message)
+
+
+class HostRefused(PermissionError):
+    """The allow-list has no such host or address; the text names the list."""
+
+
 class Connection:
-    """One control connection: one rank's transfer of one request."""
+    """One control connection: one rank's transfer of one request.
+
+    session: set once the ends have agreed on a shared secret; then everything sent is signed, everything received is
+    checked.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.session: Session | None = None
         self._socket = sock
         self._decoder = FrameDecoder()
         self._payloads: deque[bytes] = deque()
@@ -40,7 +76,7 @@ class Connection:
     @property
     def local_address(self) -> str:
         """The address at which the peer reached us."""
-        return _plain_address(self._socket.getsockname()[0])
+        return plain_address(self._socket.getsockname()[0])
 
     @property
     def peer(self) -> str:
@@ -48,17 +84,46 @@ class Connection:
             host, port = self._socket.getpeername()[:2]
         except OSError:
             return "a closed connection"
-        return f"{_plain_address(host)}:{port}"
+        return f"{plain_address(host)}:{port}"
+
+    @property
+    def peer_address(self) -> str:
+        """Without its port. Raises OSError if the connection is gone."""
+        return plain_address(self._socket.getpeername()[0])
 
     def send(self, message: Message, deadline: float) -> None:
+        frame = self.session.sign(message) if self.session else encode(message)
         self._socket.settimeout(_remaining(deadline))
-        self._socket.sendall(encode(message))
+        self._socket.sendall(frame)
 
-    def receive(self, deadline: float | None) -> bytes:
+    # Every kind of message has its own limit. All raise ProtocolError (codec) for what is no such message.
+
+    def hello(self, deadline: float) -> Hello:
+        return self._next(decode_hello, deadline, MAX_HELLO)
+
+    def challenge(self, deadline: float) -> Challenge:
+        return self._next(decode_challenge, deadline, MAX_SMALL)
+
+    def announce(self, deadline: float) -> Announce:
+        return self._next(decode_announce, deadline, MAX_FRAME)
+
+    def reply(self, deadline: float) -> Accept | Reject:
+        return self._next(decode_reply, deadline, MAX_SMALL)
+
+    def done(self, deadline: float | None) -> Done:
+        return self._next(decode_done, deadline, MAX_SMALL)
+
+    def _next(self, decode: Callable[[bytes], _M], deadline: float | None, limit: int) -> _M:
+        payload = self.receive(deadline, limit)
+        message = decode(payload)
+        return self.session.check(message, payload) if self.session else message
+
+    def receive(self, deadline: float | None, limit: int = MAX_FRAME) -> bytes:
         """The next frame's payload. deadline None waits until the peer speaks or its end of the connection is gone.
 
         Raises ProtocolError (codec) for a frame over the limit and for a stream that ends inside a frame.
         """
+        self._decoder.limit = limit
         while not self._payloads:
             self._socket.settimeout(None if deadline is None else _remaining(deadline))
             data = self._socket.recv(RECEIVE_BYTES)
@@ -66,18 +131,46 @@ class Connection:
                 self._decoder.finish()
                 raise ConnectionLost(f"{self.peer} closed the connection")
             self._payloads.extend(self._decoder.feed(data))
-        return self._payloads.popleft()
+        payload = self._payloads.popleft()
+        if len(payload) > limit:  # it came together with the frame before it, which had a larger limit
+            raise ProtocolError(f"a frame of {len(payload)} bytes; at most {limit} are legal")
+        return payload
 
-    def close(self) -> None:
-        """Legal from any thread and more than once; a receive in another thread ends with ConnectionLost."""
+    def interrupt(self) -> None:
+        """For other threads: a send or receive that is going on, or comes, ends with an OSError.
+
+        The socket stays open: were it closed here, its owner could go on with a number that is another socket's by now.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Legal more than once."""
+        self.interrupt()
         self._socket.close()
 
 
-def connect(host: str, port: int, deadline: float) -> Connection:
-    """Tries every address of the host, IPv6 and IPv4."""
-    return Connection(socket.create_connection((host, port), timeout=_remaining(deadline)))
+def connect(host: str, port: int, deadline: float, allowed: AllowList = LOOPBACK_HOSTS) -> Connection:
+    """Looks the host up once and tries every address of it that is allowed, IPv6 and IPv4, until the deadline.
+
+    Raises HostRefused if none is, before anything is sent.
+    """
+    if refused := allowed.refusal(host):
+        raise HostRefused(refused)
+    failure: OSError = HostRefused(f"{host!r} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if refused := allowed.refusal_of_address(str(address[0]), host):
+            failure = HostRefused(refused)
+            continue
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_remaining(deadline))
+            sock.connect(address)
+            return Connection(sock)
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -94,10 +187,11 @@ def describe(reject: Reject) -> str:
     """A reject for logs: its reason and what came with it."""
     extras = ("rid", "rank", "detail", "busy_rid", "busy_state", "max_seq_len")
     said = [f"{name} {getattr(reject, name)!r}" for name in extras if getattr(reject, name) is not None]
-    return f"{reject.error} ({', '.join(said)})" if said else reject.error
+    error = reject.error if reject.error.isprintable() else repr(reject.error)
+    return (f"{error} ({', '.join(said)})" if said else error)[:MAX_SAID]
 
 
-def _plain_address(address: str) -> str:
+def plain_address(address: str) -> str:
     """An IPv4 peer of a dual-stack socket shows as ::ffff:1.2.3.4."""
     return address.removeprefix("::ffff:") if "." in address else address
 

@@ -14,11 +14,13 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from tilert_ref.decode_server.service import DecodeService, Lease
+from tilert_ref.decode_server.service import Decode, DecodeService, Lease
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, Rid
 
 logger = logging.getLogger(__name__)
 
+QUEUE_BEAT_S = 2.0
+"""How often a queued stream says that it is alive, until its request is begun."""
 SEND_TIMEOUT_S = 30.0
 """A client that reads nothing for so long while its socket is full counts as gone: it holds the node."""
 
@@ -57,12 +59,13 @@ def create_app(service: DecodeService, identity: Identity) -> FastAPI:
         if ready is None:
             return json_response({"error": service.engine.status.reason, "error_type": "engine_unavailable"}, 503)
         facts = {"profile": identity.profile, "engine": ready.name, "capabilities": asdict(ready.capabilities)}
-        return json_response(facts)
+        return json_response(facts | {"receive_slots": service.receive_slots, "max_seq_len": ready.max_seq_len})
 
     @app.get("/decode_status")
     async def decode_status() -> Response:
         rid = service.current_rid
-        return json_response({"status": "idle" if rid is None else "busy", "current_rid": rid})
+        status = {"status": "idle" if rid is None else "busy", "current_rid": rid}
+        return json_response(status | ({"queued": service.queued_rids} if service.queued_rids else {}))
 
     @app.post("/pd/cancel")
     async def cancel(body: CancelBody) -> Response:
@@ -86,7 +89,7 @@ async def refuse_schema(request: Request, error: RequestValidationError) -> Resp
 def health_response(service: DecodeService) -> Response:
     """200 if a request could be served; else 503 with the reason."""
     engine, receiver = service.engine.status, service.receiver.health()
-    reason = engine.reason or ("" if receiver["ok"] else "the receive server takes no connections")
+    reason = engine.reason or ("" if receiver["ok"] else f"receive server: {receiver['reason']}")
     facts = {"engine": asdict(engine), "receiver": receiver}
     if reason:
         return json_response({"status": "unavailable", "reason": reason} | facts, 503)
@@ -133,14 +136,17 @@ class DecodeResponse(Response):
         await reply(scope, receive, send)
 
     async def _stream(self, lease: Lease, scope: Scope, receive: Receive, send: Send) -> None:
+        queued = not lease.turn.is_set()
         try:
             with typed_errors(lease):
-                decode = await self._service.begin(lease)
+                decode = await (self._begin_queued(lease, send) if queued else self._service.begin(lease))
         except DecodeError as error:
             await self._service.release(lease)
+            if queued:
+                return await send_line(send, error.line() | {"status": error.status}, more=False)
             return await json_response(error.body, error.status)(scope, receive, send)
-        headers = [(b"content-type", b"application/x-ndjson")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not queued:
+            await start_lines(send)
         try:
             with typed_errors(lease):
                 async for line in decode.lines(self._poll_s):
@@ -150,6 +156,19 @@ class DecodeResponse(Response):
             last = error.line()
         await self._service.release(lease)
         await send_line(send, last, more=False)
+
+    async def _begin_queued(self, lease: Lease, send: Send) -> Decode:
+        """As `DecodeService.begin`, but the answer starts at once: whoever waits for minutes wants to see us alive."""
+        await start_lines(send)
+        beginning = asyncio.create_task(self._service.begin(lease))
+        try:
+            while not beginning.done():
+                await send_line(send, {"queued": True})
+                await asyncio.wait({beginning}, timeout=QUEUE_BEAT_S)
+            return beginning.result()
+        finally:
+            beginning.cancel()
+            await asyncio.gather(beginning, return_exceptions=True)
 
 
 @contextlib.contextmanager
@@ -169,6 +188,11 @@ async def cancel_when_gone(receive: Receive, lease: Lease) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     lease.cancel()
+
+
+async def start_lines(send: Send) -> None:
+    headers = [(b"content-type", b"application/x-ndjson")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def send_line(send: Send, line: Mapping[str, Any], more: bool = True) -> None:

@@ -1,7 +1,8 @@
 """The engine process: `python -m tilert_ref.decode_server.engine_process ENDPOINT SPEC_JSON`.
 
 Started by engine_client.py. Maps the inherited receive buffer, loads one engine, then runs one request at a time.
-Between two steps it looks for a Cancel. It ends when its stdin ends, which happens however the server dies.
+Between two steps, and two layers of an injection, it looks for a Cancel. It ends when its stdin ends, which happens
+however the server dies.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -88,22 +89,44 @@ class Link:
         self._context.term()
 
 
+class Cancelled(Exception):
+    """The request was cancelled while its KV was being injected."""
+
+
+class WatchedLayers(list[LayerKV]):
+    """A prompt's layers. Whoever iterates over them meets a cancel at the next layer: a long prompt takes a second."""
+
+    def __init__(self, layers: Iterable[LayerKV], cancelled: Callable[[], bool]) -> None:
+        super().__init__(layers)
+        self._cancelled = cancelled
+
+    def __iter__(self) -> Iterator[LayerKV]:
+        for layer in super().__iter__():
+            if self._cancelled():
+                raise Cancelled
+            yield layer
+
+
 @dataclass(frozen=True)
 class Host:
-    """An engine with the buffer that it reads its prompts from. engine_layers: how many layers it has a cache for."""
+    """An engine with the receive slots that it reads its prompts from: uint8 [slots, layout.total_bytes].
+
+    engine_layers: how many layers it has a cache for.
+    """
 
     engine: DecodeEngine
     layout: BufferLayout
-    buffer: torch.Tensor
+    slots: torch.Tensor
     engine_layers: int
 
     def prompt(self, request: Generate) -> PromptKV:
-        """Views of the receive buffer, no copies (tiled index pages excepted: engines read linear ones)."""
-        layers = [self._layer(index, request.seq_len) for index in range(self.engine_layers)]
+        """Views of the request's slot, no copies (tiled index pages excepted: engines read linear ones)."""
+        slot = self.slots[request.slot]
+        layers = [self._layer(slot, index, request.seq_len) for index in range(self.engine_layers)]
         return PromptKV(request.rid, request.seq_len, request.last_prompt_token, layers)
 
-    def _layer(self, index: int, seq_len: int) -> LayerKV:
-        kv, pe, pages = plane_views(self.layout, self.buffer, index, seq_len)
+    def _layer(self, slot: torch.Tensor, index: int, seq_len: int) -> LayerKV:
+        kv, pe, pages = plane_views(self.layout, slot, index, seq_len)
         if pages is not None and self.layout.tiled:
             pages = untile_index_pages(pages)
         latent = kv if self.layout.row_format is FP8_DS_MLA else kv.view(torch.bfloat16)
@@ -121,6 +144,8 @@ def run_request(host: Host, request: Generate, link: Link) -> None:
     ending: Ended | Failed
     try:
         ending = _attempt(host, request, link)
+    except Cancelled:
+        ending = Ended(request.run, "cancelled")
     except torch.AcceleratorError:
         raise  # the device context is gone for good, only a new process helps
     except Exception as error:  # one request fails, the loaded weights stay
@@ -133,6 +158,7 @@ def run_request(host: Host, request: Generate, link: Link) -> None:
 def _attempt(host: Host, request: Generate, link: Link) -> Ended:
     start = time.perf_counter()
     prompt = host.prompt(request)
+    prompt = replace(prompt, layers=WatchedLayers(prompt.layers, lambda: link.cancelled(request.run)))
     converted = time.perf_counter()
     host.engine.inject(prompt)
     injected = time.perf_counter()
@@ -170,7 +196,7 @@ def describe(error: Exception) -> str:
 def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
     """Maps the receive buffer and loads the engine. Raises whatever the engine's factory raises."""
     layout = spec.layout.layout()
-    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes)
+    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes, spec.slots)
     engine = factory(spec.engine)(
         spec.model_dir,
         device=resolve_device(spec.device),
@@ -180,7 +206,7 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         kv_scale_rule=spec.kv_scale_rule,
         progress=progress,
     )
-    return Host(engine, layout, buffer.tensor, engine_layers(spec, layout))
+    return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
 
 
 def factory(name: str) -> Callable[..., DecodeEngine]:

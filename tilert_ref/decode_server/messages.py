@@ -37,7 +37,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What an engine process needs to start: its second command line argument, as JSON.
 
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
-    without MTP. buffer_fd: inherited descriptor of the receive buffer. kv_scale_rule: of fp8_ds_mla rows.
+    without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots. kv_scale_rule: of
+    fp8_ds_mla rows.
     """
 
     engine: str
@@ -48,10 +49,11 @@ class EngineSpec(msgspec.Struct, frozen=True):
     layout: LayoutSpec
     buffer_fd: int
     kv_scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO
+    slots: int = 1
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Inject the prompt that lies in the receive buffer, then decode from it."""
+    """Inject the prompt that lies in this receive slot, then decode from it."""
 
     rid: str
     seq_len: int
@@ -61,6 +63,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     sampling: SamplingParams
     top_logprobs: int | None = None
     run: int = 0
+    slot: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -5,8 +5,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList, peers
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
+from tilert_ref.connector.secret import Secret, read_secret
 from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.decode_server.engine_client import EngineDeadlines
 from tilert_ref.decode_server.engine_process import FACTORIES
@@ -15,6 +17,7 @@ from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
 
 MAX_SENDERS = 8
+MAX_SLOTS = 16
 FALSE_WORDS = ("", "0", "false", "no", "off")
 
 DESCRIPTION = """\
@@ -22,11 +25,15 @@ Decode node: receives a prompt's KV cache from vLLM's prefill, decodes from it, 
 
 Two ports. Prefill nodes connect to --ctrl-port, offer the KV of a request, and write it straight into this
 process's receive buffer (--transport). The router posts /pd/decode to --http-port; the request waits there for its
-KV, then for its tokens. One request at a time: a second one gets 429. The engine runs in a process of its own; if
-it dies, the request that it worked on gets an error, and the engine is started again.
+KV, then for its tokens. One request at a time is decoded: a second one gets 429, or, if it asks for that ("queue":
+true), waits for its turn with its KV in a receive slot of its own (--receive-slots). The engine runs in a process of
+its own; if it dies, the request that it worked on gets an error, and the engine is started again.
 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
+
+Who may talk to it, on either port, is --allow-peers: without it this machine only. Name the prefill nodes and the
+routers there, and whatever asks for /health. $TILERT_REF_SECRET_FILE adds a secret that prefill nodes must know.
 
 GET /health answers 200 when a request could be served, 503 with the reason while the engine loads or restarts.
 """
@@ -39,6 +46,8 @@ environment, as in TileRT:
   TILERT_PD_NO_MTP         1: profile glm5 means its 78 layers without the MTP layer
   TILERT_PD_KI_TILED       1: index pages arrive in tiled order
   TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
+  TILERT_REF_SECRET_FILE   ours: a file with a secret of 16 bytes or more, for vLLM with our connector as well: only
+                           prefill nodes that know it are served. Or TILERT_REF_SECRET: the secret itself
 not used here:
   TILERT_PD_SHARDS         the buffer is one region in host memory
   TILERT_PD_PROBE_ADDR     the data address is the one at which the prefill node reached --ctrl-port
@@ -50,6 +59,8 @@ examples:
     python -m tilert_ref.decode_server --engine stub --model glm5 --senders 1
   a bf16 checkpoint behind a vLLM on the same machine:
     python -m tilert_ref.decode_server --model-weights-dir DIR --kv-cache-dtype bf16 --senders 1 --host 127.0.0.1
+  for prefill nodes and routers of one network:
+    ... --allow-peers 127.0.0.1 10.2.0.0/16
 """
 
 
@@ -65,10 +76,13 @@ class Options:
     kv_scale_rule: ScaleRule
     transport: str
     host: str
+    peers: AllowList
+    secret: Secret | None
     ctrl_port: int
     http_port: int
     senders: int
     poll_s: float
+    receive_slots: int
     deadlines: EngineDeadlines
 
 
@@ -115,12 +129,27 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
 def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add = parser.add_argument_group("further flags").add_argument
     add("--host", default="::", help="address of both ports (default ::, every interface, IPv4 and IPv6)")
+    add(
+        "--allow-peers",
+        nargs="+",
+        metavar="ADDRESS",
+        help="addresses and CIDR networks that may connect to the control port, the HTTP port and zmq's data port "
+        f"(default {LOOPBACK_PEERS}); any: no limit, as in TileRT. NIXL's own ports are not covered",
+    )
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
     add(
         "--kv-scale-rule",
         default=ScaleRule.POWER_OF_TWO.value,
         choices=[rule.value for rule in ScaleRule],
         help="how fp8 rows are quantised, by the vLLM of the prefill node: power_of_two (default, 0.32), plain (0.26)",
+    )
+    add(
+        "--receive-slots",
+        type=int,
+        default=2,
+        help="requests whose KV can be here at the same time: with 2 (default) the next one's arrives while the "
+        "current one is transferred, converted or decoded. Each costs host memory for --max-seq-len tokens: for GLM-5 "
+        "in fp8 62 kB a token, 12 GiB at 202752. 1: one at a time, as TileRT",
     )
     senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
     add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")
@@ -176,12 +205,21 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
         transport=args.transport,
         host=args.host,
+        peers=peers(args.allow_peers),
+        secret=read_secret(env),
         ctrl_port=args.ctrl_port,
         http_port=args.http_port,
         senders=min(max(args.senders, 1), MAX_SENDERS),  # TileRT clamps, and so does the other end
         poll_s=_poll_ms(env) / 1000,
+        receive_slots=_receive_slots(args.receive_slots),
         deadlines=EngineDeadlines(args.engine_cancel_timeout_s, args.engine_stall_timeout_s),
     )
+
+
+def _receive_slots(count: int) -> int:
+    if not 1 <= count <= MAX_SLOTS:
+        raise ValueError(f"--receive-slots {count}: legal: 1 to {MAX_SLOTS}")
+    return count
 
 
 def _check_engine(args: argparse.Namespace) -> None:

@@ -7,10 +7,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
 import uvicorn
 
+from tilert_ref.connector.allow import parse_address
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
 from tilert_ref.connector.wire import listen
@@ -20,9 +21,12 @@ from tilert_ref.decode_server.engine_client import EngineClient, EngineUnavailab
 from tilert_ref.decode_server.messages import EngineSpec
 from tilert_ref.decode_server.options import Options
 from tilert_ref.decode_server.service import DecodeService
+from tilert_ref.http_limits import BodyLimit, uvicorn_limits
 
 SHUTDOWN_S = 1.8
 """Seconds from the signal to the end of the process, whatever hangs."""
+MAX_BODY_BYTES = 4 * 2**20
+MAX_HTTP_CONNECTIONS = 256
 
 
 class HttpServer(uvicorn.Server):
@@ -45,7 +49,7 @@ async def run(options: Options) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _stop_by_signal, stop)
     layout = options.layout.layout()
     with listen(options.host, options.http_port) as http_socket:
-        buffer = SharedBuffer.create(layout.total_bytes)
+        buffer = SharedBuffer.create(layout.total_bytes, options.receive_slots)
         engine = EngineClient(engine_spec(options, buffer), say, options.deadlines)
         engine.start()
         try:
@@ -61,10 +65,13 @@ async def run(options: Options) -> int:
 async def _serve(
     options: Options, engine: EngineClient, receiver: ReceiveServer, http_socket: socket.socket, stop: asyncio.Event
 ) -> int:
-    service = DecodeService(engine, receiver)
-    app = create_app(service, Identity(options.layout.profile.name, options.poll_s))
+    service = DecodeService(engine, receiver, options.receive_slots)
+    app = BodyLimit(create_app(service, Identity(options.layout.profile.name, options.poll_s)), MAX_BODY_BYTES)
+    limits = uvicorn_limits(MAX_HTTP_CONNECTIONS, options.peers)
     http = HttpServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, **limits
+        )
     )
     serving = asyncio.create_task(http.serve([http_socket]))
     say(f"http on {_address(http_socket)}, prefill nodes on port {receiver.port}; {describe(options)}")
@@ -72,7 +79,7 @@ async def _serve(
         return await _until_stopped(engine, serving, stop)
     finally:
         await engine.close()  # a request that it works on fails,
-        service.cancel_current()  # one that waits for its KV is cancelled, and both still get their reply
+        service.cancel_all()  # those that wait are cancelled, and all still get their reply
         http.should_exit = True
         await serving
 
@@ -104,17 +111,28 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         layout=options.layout,
         buffer_fd=buffer.fd,
         kv_scale_rule=options.kv_scale_rule,
+        slots=options.receive_slots,
     )
 
 
+def keep_ucx_local(host: str, env: MutableMapping[str, str]) -> None:
+    """NIXL's UCX listens on every interface unless told otherwise, also where --host says that we don't."""
+    address = parse_address(host)
+    if host == "localhost" or (address is not None and address.is_loopback):
+        env.setdefault("UCX_NET_DEVICES", "lo")
+
+
 def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
+    keep_ucx_local(options.host, os.environ)
     receiver = ReceiveServer(
         layout=options.layout.layout(),
-        buffer=buffer.tensor,
-        transport=make_transport(options.transport, options.host),
+        buffer=buffer.slots,
+        transport=make_transport(options.transport, options.host, peers=options.peers),
         host=options.host,
         port=options.ctrl_port,
         senders=options.senders,
+        peers=options.peers,
+        secret=options.secret,
     )
     receiver.start()
     return receiver
@@ -125,7 +143,8 @@ def describe(options: Options) -> str:
     profile = layout.profile
     return (
         f"{options.transport}, {layout.row_format.name}, profile {profile.name} with {profile.num_layers} layers, "
-        f"{layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB), {options.senders} sender(s)"
+        f"{options.receive_slots} slot(s) of {layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB each), "
+        f"{options.senders} sender(s), peers {options.peers}, {'a' if options.secret else 'no'} shared secret"
     )
 
 

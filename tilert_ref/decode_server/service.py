@@ -1,9 +1,11 @@
-"""The request pipeline: lease, validate, wait for KV, inject, decode, release. No HTTP in here.
+"""The request pipeline: lease, validate, wait for KV, wait for its turn, inject, decode, release. No HTTP in here.
 
-One request at a time holds the node's lease. Whoever takes a lease must give it back with `DecodeService.release`,
-which returns only when nothing works on the request any more: not the KV wait, not the engine.
+One request at a time has the engine. With several receive slots, requests that ask for it (`queue`) hold leases behind
+it, one slot each: their KV arrives meanwhile, and the first of them has its turn the moment the engine is free. Whoever
+takes a lease must give it back with `DecodeService.release`, which returns only when nothing works on the request any
+more: not the KV wait, not the engine.
 
-    service = DecodeService(engine, receiver)
+    service = DecodeService(engine, receiver, receive_slots=2)
     lease = service.try_lease(body)              None: busy
     try:
         decode = await service.begin(lease)      DecodeError: an HTTP status
@@ -54,7 +56,9 @@ class Receiver(Protocol):
 
     def expect(self, rid: str) -> None: ...
 
-    def wait(self, rid: str, timeout: float, cancelled: threading.Event) -> Record: ...
+    def wait(
+        self, rid: str, timeout: float, cancelled: threading.Event, announce_timeout: float | None = None
+    ) -> Record: ...
 
     def release(self, rid: str) -> None: ...
 
@@ -62,74 +66,98 @@ class Receiver(Protocol):
 
 
 class Lease:
-    """The right to use the node for one request, and the means to cancel that request wherever it is."""
+    """The right to use the node for one request, and the means to cancel that request wherever it is.
+
+    turn: set when the engine is this request's, or the request was cancelled.
+    """
 
     def __init__(self, body: DecodeBody) -> None:
         self.body = body
         self.rid = body.rid
         self.started = time.perf_counter()
         self.cancelled = threading.Event()
+        self.turn = asyncio.Event()
         self.wait: asyncio.Future[Record] | None = None
         self.run: EngineRun | None = None
 
     def cancel(self) -> None:
         self.cancelled.set()
+        self.turn.set()
         if self.run:
             self.run.cancel()
 
 
 @dataclass
 class Timing:
-    """Milliseconds of `timing_ms` (http-api.md 1.8)."""
+    """Milliseconds of `timing_ms` (http-api.md 1.8). queue, ours: from the KV's arrival to the request's turn."""
 
     wire_wait: float = 0.0
+    queue: float = 0.0
     convert: float = 0.0
     inject: float = 0.0
     decode: float = 0.0
 
     def rounded(self) -> dict[str, float]:
-        return {name: round(value, 1) for name, value in vars(self).items()}
+        times = {name: round(value, 1) for name, value in vars(self).items()}
+        return times if self.queue else {name: value for name, value in times.items() if name != "queue"}
 
 
 class DecodeService:
-    """The node: at most one lease at a time. All methods belong to the event loop's thread."""
+    """The node: as many leases as receive slots, the first one's request has the engine.
 
-    def __init__(self, engine: Engine, receiver: Receiver) -> None:
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(self, engine: Engine, receiver: Receiver, receive_slots: int = 1) -> None:
         self.engine = engine
         self.receiver = receiver
-        self._current: Lease | None = None
+        self.receive_slots = receive_slots
+        self._leases: list[Lease] = []
 
     @property
     def current_rid(self) -> str | None:
-        return self._current.rid if self._current else None
+        return self._leases[0].rid if self._leases else None
+
+    @property
+    def queued_rids(self) -> list[str]:
+        return [lease.rid for lease in self._leases[1:]]
 
     def try_lease(self, body: DecodeBody) -> Lease | None:
-        """None if another request holds the node."""
-        if self._current:
+        """None if another request has the engine and this one will not, or can't, queue, or if its rid is here."""
+        room = self.receive_slots if body.queue else 1
+        if len(self._leases) >= room or any(lease.rid == body.rid for lease in self._leases):
             return None
-        self._current = Lease(body)
-        return self._current
+        lease = Lease(body)
+        self._leases.append(lease)
+        self._call_first()
+        return lease
 
-    def cancel_current(self) -> None:
-        if self._current:
-            self._current.cancel()
+    def cancel_all(self) -> None:
+        for lease in self._leases:
+            lease.cancel()
 
     def cancel(self, rid: str) -> bool:
-        """Whether rid was the current request, which is then cancelled."""
-        if self._current is None or self._current.rid != rid:
-            return False
-        self.cancel_current()
-        return True
+        """Whether rid is here, current or queued; it is then cancelled."""
+        found = [lease for lease in self._leases if lease.rid == rid]
+        for lease in found:
+            lease.cancel()
+        return bool(found)
+
+    def _call_first(self) -> None:
+        if self._leases:
+            self._leases[0].turn.set()
 
     async def release(self, lease: Lease) -> None:
         """Ends whatever still works on the request, frees the KV slot and the node. Harmless when repeated."""
-        if self._current is not lease:
+        if lease not in self._leases:
             return
         try:
             await self._stop(lease)
         finally:
-            self._current = None
-            self.receiver.release(lease.rid)
+            if lease in self._leases:
+                self._leases.remove(lease)
+                self.receiver.release(lease.rid)
+                self._call_first()
 
     async def begin(self, lease: Lease) -> "Decode":
         """Everything that can still be answered with an HTTP status: from validation until the engine has the KV.
@@ -141,6 +169,7 @@ class DecodeService:
         record = await self._wait_for_kv(lease)
         self._check_room(record)
         decode = Decode(lease, record, Timing(wire_wait=_ms_since(lease.started)))
+        await self._wait_for_turn(decode)
         await self._inject(decode, sampling)
         self.receiver.release(lease.rid)
         return decode
@@ -162,7 +191,7 @@ class DecodeService:
         return check_body(body, self.engine.ready.capabilities)
 
     async def _wait_for_kv(self, lease: Lease) -> Record:
-        arguments = (lease.rid, lease.body.timeout_s, lease.cancelled)
+        arguments = (lease.rid, lease.body.timeout_s, lease.cancelled, lease.body.announce_timeout_s)
         lease.wait = asyncio.get_running_loop().run_in_executor(None, self.receiver.wait, *arguments)
         try:
             return await asyncio.shield(lease.wait)
@@ -183,10 +212,18 @@ class DecodeService:
             text = f"the prompt has {record.seq_len} tokens; {legal}"
             raise DecodeError(400, text, "invalid_parameter", record.rid)
 
+    @staticmethod
+    async def _wait_for_turn(decode: "Decode") -> None:
+        lease = decode.lease
+        if not lease.turn.is_set():
+            began = time.perf_counter()
+            await lease.turn.wait()
+            decode.timing.queue = _ms_since(began)
+        if lease.cancelled.is_set():
+            raise _cancelled("the wait for its turn", lease.rid)
+
     async def _inject(self, decode: "Decode", sampling: SamplingParams) -> None:
         lease, body = decode.lease, decode.lease.body
-        if lease.cancelled.is_set():
-            raise _cancelled("KV transfer", lease.rid)
         request = Generate(
             rid=lease.rid,
             seq_len=decode.record.seq_len,
@@ -195,6 +232,7 @@ class DecodeService:
             max_tokens=body.max_tokens,
             sampling=sampling,
             top_logprobs=body.top_logprobs,
+            slot=decode.record.slot,
         )
         try:
             lease.run = self.engine.generate(request)

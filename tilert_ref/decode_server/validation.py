@@ -59,7 +59,11 @@ Rid = Annotated[str, AfterValidator(_is_utf8), Field(min_length=1, max_length=25
 
 
 class DecodeBody(BaseModel):
-    """Body of POST /pd/decode. max_tokens counts the first token; timeout_s is how long to wait for the KV, seconds."""
+    """Body of POST /pd/decode. max_tokens counts the first token; timeout_s is how long to wait for the KV, seconds.
+
+    Ours: queue asks to wait behind the current request instead of a 429; announce_timeout_s gives up on KV that no
+    prefill node has offered for so long, while none transfers anything to this node.
+    """
 
     rid: Rid
     first_token_id: StrictInt
@@ -70,6 +74,8 @@ class DecodeBody(BaseModel):
     grammar_spec: dict[str, Any] | None = None
     enable_thinking: bool = True
     top_logprobs: int | None = None
+    queue: bool = False
+    announce_timeout_s: float | None = None
 
 
 Parse = Callable[[str, Any], Any]
@@ -218,8 +224,10 @@ def check_body(body: DecodeBody, capabilities: Capabilities) -> SamplingParams:
         value = getattr(body, name)
         if value is not None and not low <= value < INT32_LIMIT:
             raise invalid(f"{name} must be within {low} .. {INT32_LIMIT - 1}, got {value}")
-    if not 0 < body.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
-        raise invalid(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {body.timeout_s}")
+    for name in ("timeout_s", "announce_timeout_s"):
+        value = getattr(body, name)
+        if value is not None and not 0 < value <= MAX_TIMEOUT_S:  # also refuses NaN
+            raise invalid(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {value}")
     params = sampling_params(body.sampling, capabilities)
     if body.grammar_spec is not None:
         raise DecodeError(501, "this decode server has no constrained decoding (grammar_spec)", "grammar_unsupported")

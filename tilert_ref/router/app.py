@@ -20,7 +20,8 @@ from tilert_ref.router.answer import Answer
 from tilert_ref.router.client import Client, ClientGone, Receive, Send
 from tilert_ref.router.decode import DecodeClient, Done, Tokens, decode_body
 from tilert_ref.router.detokenize import Detokenizer
-from tilert_ref.router.errors import NodeLost, RouterError, UpstreamReply
+from tilert_ref.router.errors import NodeLost, RouterError, UpstreamReply, too_long
+from tilert_ref.router.fetch import PLAIN
 from tilert_ref.router.fields import EndpointName
 from tilert_ref.router.parsing import Parsing
 from tilert_ref.router.pool import Node, Pool
@@ -46,7 +47,9 @@ class Config:
     parsing: Parsing | None = None
     defaults: Sampling = field(default_factory=Sampling)
     queue_timeout_s: float = 0.0
+    prefetch: bool = True
     kv_timeout_s: float = 120.0
+    announce_timeout_s: float = 20.0
     stall_timeout_s: float = 120.0
     request_timeout_s: float = 3600.0
     max_body_bytes: int = 64 * 2**20
@@ -60,7 +63,7 @@ class Router:
         self.config = config
         self.prefill = PrefillClient(http, config.vllm_url, config.request_timeout_s)
         self.decode = DecodeClient(http, config.kv_timeout_s, config.stall_timeout_s)
-        self.pool = Pool(config.nodes, self.decode, config.queue_timeout_s)
+        self.pool = Pool(config.nodes, self.decode, config.queue_timeout_s, config.prefetch)
 
     async def serve(self, client: Client, endpoint: EndpointName) -> None:
         """One request, from its body to the last byte of its answer. Every failure that can be told is told."""
@@ -90,13 +93,17 @@ class Router:
     async def _answer(self, request: Request, client: Client, key: str) -> None:
         started = time.monotonic()
         authorization = forwardable(client.header("authorization"))
-        with await self.pool.acquire(request.needs) as lease:
+        with await self.pool.acquire(request.needs, await self._tokens(request)) as lease:
             queue_ms = (time.monotonic() - started) * 1e3
             node = lease.node
             prefilled = await self.prefill.run(request, key, node.host, node.ctrl_port, authorization)
+            limit = node.facts.max_seq_len
+            if limit is not None and prefilled.prompt_tokens >= limit:
+                raise too_long(prefilled.prompt_tokens, limit)
             reply = Reply(request, prefilled, self._parts(request, prefilled), started, queue_ms)
             lease.dispatched(prefilled.rid)
-            body = decode_body(request, prefilled, self.config.kv_timeout_s)
+            timeouts = self.config.kv_timeout_s, self.config.announce_timeout_s
+            body = decode_body(request, prefilled, *timeouts, queue=node.facts.slots > 1)
             try:
                 async with aclosing(self.decode.stream(node, body, lease.terminated)) as events:
                     async for e in events:
@@ -109,6 +116,20 @@ class Router:
                 self.pool.mark_down(node, e.message)
                 raise
         log.info("%s: caller id %s, node %s, %d tokens", key, request.caller_id, node, len(reply.ids))
+
+    async def _tokens(self, request: Request) -> int:
+        """How many tokens the prompt has at least; 0 where only vLLM can count them (chats)."""
+        prompt = request.body.get("prompt")
+        if prompt is None or "truncate_prompt_tokens" in request.body:
+            return 0
+        alone = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+        if isinstance(alone, list):
+            return len(alone)
+        shortest = min((node.facts.max_seq_len or 0 for node in self.pool.nodes), default=0)
+        if self.config.detokenizer is None or not 0 < shortest <= len(alone.encode()):
+            return 0  # a token is a byte at least: it fits
+        tokenizer = self.config.detokenizer.tokenizer
+        return len(await asyncio.to_thread(lambda: tokenizer.encode(alone, add_special_tokens=False).ids))
 
     def _parts(self, request: Request, prefilled: Prefilled) -> Answer:
         """The answer's text, and its parts if there is a parser. Completions are never parsed."""
@@ -213,7 +234,8 @@ def create_app(config: Config) -> Starlette:
         # No environment proxies: all peers are named on the command line.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=10.0)
-        async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as http:
+        client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, headers=PLAIN)
+        async with client as http:
             router = current["router"] = Router(config, http)
             watch = asyncio.create_task(router.pool.watch())
             yield

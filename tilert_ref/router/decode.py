@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 
 from tilert_ref.router.errors import NodeLost, RouterError
-from tilert_ref.router.pool import Node
+from tilert_ref.router.fetch import BadReply, Fetched, fetch, read
+from tilert_ref.router.pool import Facts, Node
 from tilert_ref.router.prefill import Prefilled, describe, token_id
 from tilert_ref.router.request import Request
 
@@ -37,9 +38,16 @@ CANCEL_TIMEOUT_S = 5.0
 IDLE_TIMEOUT_S = 10.0  # one engine step may have to end first
 BUSY_RETRY_S = 2.0  # another router's request, or the last clean-up of our own
 DRAIN_TIMEOUT_S = 1.0
+QUEUE_SILENCE_S = 30.0  # a queued request's node says so every 2 s; a long injection may end the queue
 # On top of the wait for KV: a stock node drains KV for up to 30 s before it refuses, then there is injection.
 FIRST_LINE_GRACE_S = 60.0
 MAX_LINE_BYTES = 4 * 2**20
+MAX_REPLY_BYTES = 2**20  # of everything but the token stream
+
+
+@dataclass(frozen=True)
+class Queued:
+    """The request waits at the node behind another one; says so every few seconds."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,18 @@ class Done:
     timing_ms: dict[str, Any]
 
 
-def decode_body(request: Request, prefilled: Prefilled, kv_timeout_s: float) -> dict[str, Any]:
-    """The body of /pd/decode; max_tokens counts the first token."""
-    return {
+def decode_body(
+    request: Request, prefilled: Prefilled, kv_timeout_s: float, announce_timeout_s: float, queue: bool
+) -> dict[str, Any]:
+    """The body of /pd/decode; max_tokens counts the first token. TileRT's nodes ignore what they don't know."""
+    ours = {"queue": True} if queue else {}
+    return ours | {
         "rid": prefilled.rid,
         "first_token_id": prefilled.first_token_id,
         "max_tokens": request.max_tokens,
         "sampling": request.decode_sampling(),
         "timeout_s": kv_timeout_s,
+        "announce_timeout_s": announce_timeout_s,
         "stream": True,
     }
 
@@ -90,13 +102,18 @@ class DecodeClient:
             sent = 0
             lines = self._lines(node, response)
             async for line in lines:
-                event = parse_line(line)
+                event = parse_line(line, node, on_refusal)
+                if isinstance(event, Queued):
+                    continue
                 if isinstance(event, Done):
                     self._check_end(event, sent)
                     await _drain(lines)
                     yield event
                     return
                 sent += len(event.ids)
+                if sent > body["max_tokens"]:
+                    text = f"decode node {node} sent more than the {body['max_tokens']} tokens that it was asked for"
+                    raise RouterError(502, text, code="decode_failed")
                 yield event
         raise NodeLost(502, f"decode node {node} ended its answer without a last line", code="decode_truncated")
 
@@ -145,15 +162,15 @@ class DecodeClient:
     async def _error_body(response: httpx.Response) -> bytes:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                return await response.aread()
-        except (TimeoutError, httpx.HTTPError):
+                return await read(response, MAX_REPLY_BYTES)
+        except (TimeoutError, BadReply, httpx.HTTPError):
             return b""
 
     async def _lines(self, node: Node, response: httpx.Response) -> AsyncIterator[bytes]:
         """Lines of the answer. httpx's own line reader splits at U+2028 and others too, which JSON strings may hold."""
         buffer = b""
         limit = self._first_line_s
-        chunks = response.aiter_bytes()
+        chunks = response.aiter_raw()
         while True:
             try:
                 async with asyncio.timeout(limit):
@@ -170,23 +187,23 @@ class DecodeClient:
                     502, f"decode node {node} sent a line over {MAX_LINE_BYTES} bytes", code="decode_failed"
                 )
             for line in filter(None, lines):
-                limit = self._stall_s
+                limit = min(self._stall_s, QUEUE_SILENCE_S) if line.startswith(b'{"queued"') else self._stall_s
                 yield line
         if buffer:
             yield buffer
 
     # What the pool asks (pool.NodeApi)
 
-    async def probe(self, node: Node) -> frozenset[str]:
-        """The node's capabilities; raises NodeLost unless /health answers 200."""
+    async def probe(self, node: Node) -> Facts:
+        """What the node says about itself; raises NodeLost unless /health answers 200."""
         health = await self._ask(node, "GET", "/health", HEALTH_TIMEOUT_S)
         if health.status_code != 200:
             raise NodeLost(503, f"/health answered {health.status_code}: {health.text[:200]}", code="no_decode_node")
         reply = await self._ask(node, "GET", "/capabilities", HEALTH_TIMEOUT_S)
         try:
-            return frozenset(name for name, has in reply.json()["capabilities"].items() if has is True)
+            return read_facts(reply.json())
         except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
-            return frozenset()
+            return Facts()
 
     async def cancel(self, node: Node, rid: str) -> None:
         """Tells the node to drop rid and waits until it works on it no more; raises NodeLost if it can't be told."""
@@ -204,13 +221,13 @@ class DecodeClient:
 
     async def _ask(
         self, node: Node, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
-    ) -> httpx.Response:
+    ) -> Fetched:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, node.url + path, json=body)
+                return await fetch(self._http, method, node.url + path, MAX_REPLY_BYTES, json=body)
         except TimeoutError:
             raise NodeLost(503, f"{path} didn't answer within {timeout_s:g} s", code="no_decode_node") from None
-        except httpx.HTTPError as e:
+        except (BadReply, httpx.HTTPError) as e:
             raise NodeLost(503, f"{path}: {describe(e)}", code="no_decode_node") from None
 
 
@@ -224,10 +241,28 @@ async def _drain(lines: AsyncIterator[bytes]) -> None:
         pass  # the answer is complete; the next request finds out about the node
 
 
-def parse_line(line: bytes) -> Tokens | Done:
-    """One ndjson line; raises RouterError for an error line and for a line that isn't one of the protocol's."""
+def read_facts(reply: dict[str, Any]) -> Facts:
+    """The body of /capabilities. The numbers are ours; TileRT's nodes don't send them."""
+    capabilities = frozenset(name for name, has in reply["capabilities"].items() if has is True)
+    slots, max_seq_len = (
+        value if type(value := reply.get(name)) is int and value > 0 else None
+        for name in ("receive_slots", "max_seq_len")
+    )
+    return Facts(capabilities, slots or 1, max_seq_len)
+
+
+def parse_line(line: bytes, node: Node, on_refusal: Callable[[], None] = lambda: None) -> Tokens | Done | Queued:
+    """One ndjson line; raises RouterError for an error line and for a line that isn't one of the protocol's.
+
+    An error line with a status is a refusal that came after the answer had begun, for a request that was queued.
+    """
     try:
         message = json.loads(line)
+        if message.get("queued") is True:
+            return Queued()
+        if "error" in message and type(message.get("status")) is int:
+            on_refusal()
+            raise refusal(node, message["status"], line)
         if "error" in message:
             raise _typed_error(message, 502)
         if message.get("done") is True:
@@ -276,10 +311,11 @@ def _typed_error(message: dict[str, Any], default_status: int) -> RouterError:
     return RouterError(TYPED_STATUS.get(code, default_status), f"decode: {message['error']}", code=code)
 
 
-def _works_on(status: httpx.Response, rid: str) -> bool:
+def _works_on(status: Fetched, rid: str) -> bool:
     try:
-        return status.json().get("current_rid") == rid
-    except (ValueError, AttributeError, RecursionError):
+        reply = status.json()
+        return reply.get("current_rid") == rid or rid in reply.get("queued", ())
+    except (ValueError, AttributeError, TypeError, RecursionError):
         return False
 
 

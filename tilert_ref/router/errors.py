@@ -64,6 +64,12 @@ def bad_field(param: str, message: str) -> RouterError:
     return RouterError(400, message, code="invalid_parameter", param=param)
 
 
+def too_long(tokens: int, max_seq_len: int) -> RouterError:
+    """400: no decode node has room for the prompt and one new token."""
+    text = f"the prompt has {tokens} tokens; legal are 1 to {max_seq_len - 1}: the decode node holds {max_seq_len}"
+    return RouterError(400, text, code="context_length_exceeded", param="prompt")
+
+
 def unavailable(param: str, message: str) -> RouterError:
     """501: the value is legal, but nothing here can do what it asks for."""
     return RouterError(501, message, code="capability_unavailable", param=param)

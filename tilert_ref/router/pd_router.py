@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from tilert_ref.http_limits import uvicorn_limits
 from tilert_ref.router.app import Config, create_app
 from tilert_ref.router.detokenize import Detokenizer, load_detokenizer
 from tilert_ref.router.grammars import GRAMMARS
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_peers(parser.add_argument_group("peers"))
     _add_text(parser.add_argument_group("text and sampling"))
-    _add_limits(parser.add_argument_group("limits, in seconds"))
+    _add_limits(parser.add_argument_group("limits, in seconds where nothing is said"))
     return parser
 
 
@@ -98,6 +99,16 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--queue-timeout", type=_seconds, default=0.0, help="wait for a free node; 0 (default): fail at once"
     )
     group.add_argument(
+        "--no-prefetch", dest="prefetch", action="store_false",
+        help="never send a request to a busy node. By default one with a receive slot left gets it, so that it starts "
+        "the moment the node is free; only when all slots are taken are requests refused or made to wait",
+    )  # fmt: skip
+    group.add_argument(
+        "--announce-timeout", type=_positive, default=20.0,
+        help="wait of the node for a prefill node to offer the prompt's KV, while none sends it any (default "
+        "%(default)g)",
+    )  # fmt: skip
+    group.add_argument(
         "--kv-timeout", type=_positive, default=120.0, help="wait of the node for the prompt's KV (default %(default)g)"
     )
     group.add_argument(
@@ -113,6 +124,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-body-mb", type=_positive, default=64.0, help="largest request body in MiB (default %(default)g)"
     )
+    group.add_argument(
+        "--max-connections", type=_places, metavar="N", default=1024,
+        help="open client connections; then the oldest that has sent no whole header goes (default %(default)s)",
+    )  # fmt: skip
 
 
 def _node(text: str) -> Node:
@@ -127,6 +142,12 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"has to be a number >= 0, got {text}")
     return value
+
+
+def _places(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**20:
+        raise argparse.ArgumentTypeError(f"has to be an integer from 1 to {2**20 - 1}, got {text}")
+    return int(text)
 
 
 def _positive(text: str) -> float:
@@ -151,7 +172,9 @@ def config_from(args: argparse.Namespace) -> Config:
         parsing=choose_parsing(args.parser, detokenizer),
         defaults=sampling_defaults(args.model_path, args.generation_config, overrides),
         queue_timeout_s=args.queue_timeout,
+        prefetch=args.prefetch,
         kv_timeout_s=args.kv_timeout,
+        announce_timeout_s=args.announce_timeout,
         stall_timeout_s=args.stall_timeout,
         request_timeout_s=args.request_timeout,
         max_body_bytes=int(args.max_body_mb * 2**20),
@@ -174,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every health probe
     log.info("parser: %s", config.parsing.grammar.name if config.parsing else "none")
     # A client that streams for minutes must not keep a stopped router alive.
-    uvicorn.run(create_app(config), host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=5)
+    limits = uvicorn_limits(args.max_connections)
+    app = create_app(config)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False, timeout_graceful_shutdown=5, **limits)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
 """The decode nodes: who is up, who is busy, who waits.
 
-A node does one request at a time, so a request leases a whole node. Three rules that TileRT's pool doesn't keep
-(http-api.md 7.15, 7.45): waiters are served first come, first served; a dead node gets no request until its /health
-answers; a node whose request was given up stays busy until the cancel has been delivered.
+A node decodes one request at a time. Ours also take the next one meanwhile, as many as they have receive slots: it is
+prefilled, its KV arrives, and it starts the moment the node is free. So a request leases an idle node, or, if there is
+none, a further slot of a busy one. Three rules that TileRT's pool doesn't keep (http-api.md 7.15, 7.45): waiters are
+served first come, first served; a dead node gets no request until its /health answers; a node whose request was given
+up keeps that lease until the cancel has been delivered.
 
 One event loop owns a pool; nothing here is thread-safe.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from tilert_ref.router.errors import NodeLost, RouterError, unavailable
+from tilert_ref.router.errors import NodeLost, RouterError, too_long, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -22,29 +25,50 @@ PROBE_INTERVAL_S = 2.0
 CLOSE_TIMEOUT_S = 6.0
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a node says about itself.
+
+    slots: how many requests it takes at a time, those in its queue counted; 1 without a queue. max_seq_len: tokens of
+    prompt and answer together, None if it doesn't say (TileRT's don't).
+    """
+
+    capabilities: frozenset[str] = frozenset()
+    slots: int = 1
+    max_seq_len: int | None = None
+
+
 @dataclass
 class Node:
     """One decode node.
 
-    down: why it gets no requests, None if it is up. busy: leased to a request of this router. faults: how often it went
-    down, which tells a probe that its answer is older than a fault.
+    down: why it gets no requests, None if it is up. leases: requests of this router that it is leased to. leased: a
+    number that grows with every lease of the pool, of the last one. faults: how often it went down, which tells a probe
+    that its answer is older than a fault.
     """
 
     host: str
     ctrl_port: int
     http_port: int
-    busy: bool = False
+    leases: int = 0
+    leased: int = 0
     down: str | None = "not asked yet"
     faults: int = 0
-    capabilities: frozenset[str] = field(default_factory=frozenset)
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def busy(self) -> bool:
+        return self.leases > 0
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.http_port}"
 
-    def can_take(self, needs: frozenset[str]) -> bool:
-        return self.down is None and not self.busy and needs <= self.capabilities
+    def suits(self, needs: frozenset[str], tokens: int) -> bool:
+        """Could it ever take such a request? tokens: the prompt's, as far as they are known."""
+        limit = self.facts.max_seq_len
+        return needs <= self.facts.capabilities and (limit is None or tokens < limit)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.ctrl_port}:{self.http_port}"
@@ -63,15 +87,16 @@ def parse_node(spec: str) -> Node:
 class NodeApi(Protocol):
     """What the pool asks of a node; every call has a deadline of its own."""
 
-    async def probe(self, node: Node) -> frozenset[str]:
-        """The node's capabilities; raises NodeLost if it isn't healthy."""
+    async def probe(self, node: Node) -> Facts:
+        """Raises NodeLost if the node isn't healthy."""
 
     async def cancel(self, node: Node, rid: str) -> None:
         """Returns when the node works on rid no more; raises NodeLost if it can't be told."""
 
 
 class Lease:
-    """The right to use one node. Leaving the `with` block, or `release`, gives it back; again does nothing."""
+    """The right to use one node, or one slot of it. Leaving the `with` block, or `release`, gives it back; again does
+    nothing."""
 
     def __init__(self, pool: "Pool", node: Node) -> None:
         self._pool = pool
@@ -103,28 +128,37 @@ class Lease:
 @dataclass(eq=False)
 class _Waiter:
     needs: frozenset[str]
+    tokens: int
     lease: asyncio.Future[Lease]
 
 
 class Pool:
-    """Leases nodes, in command-line order. queue_timeout_s: how long a request may wait for one; 0 fails at once."""
+    """Leases nodes, in command-line order.
 
-    def __init__(self, nodes: Sequence[Node], api: NodeApi, queue_timeout_s: float = 0.0) -> None:
+    queue_timeout_s: how long a request may wait for one; 0 fails at once. prefetch: lease a busy node's further slots.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Node], api: NodeApi, queue_timeout_s: float = 0.0, prefetch: bool = True
+    ) -> None:
         self.nodes = list(nodes)
         self._api = api
         self._queue_timeout_s = queue_timeout_s
+        self._prefetch = prefetch
+        self._leased = itertools.count(1)
         self._waiters: list[_Waiter] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None
 
     # Leasing
 
-    async def acquire(self, needs: frozenset[str] = frozenset()) -> Lease:
-        """A lease on a healthy free node with these capabilities.
+    async def acquire(self, needs: frozenset[str] = frozenset(), tokens: int = 0) -> Lease:
+        """A lease on a healthy node with these capabilities and room for these many prompt tokens.
 
-        Raises RouterError: 429 if all are busy, 501 if none has the capabilities, 503 if all are down.
+        Raises RouterError: 429 if all are busy, 501 if none has the capabilities, 400 if none has the room, 503 if all
+        are down.
         """
-        waiter = _Waiter(needs, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(needs, tokens, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         handed_over = False
         try:
@@ -145,18 +179,31 @@ class Pool:
     async def _wait(self, waiter: _Waiter) -> None:
         if not self._up():
             await self.ask_all()  # a node that came back a moment ago shouldn't cost this request an error
-        if self._up() and not any(waiter.needs <= node.capabilities for node in self._up()):
-            raise self._lacking(waiter.needs)
+        if up := self._up():
+            if not any(waiter.needs <= node.facts.capabilities for node in up):
+                raise self._lacking(waiter.needs)
+            if not any(node.suits(waiter.needs, waiter.tokens) for node in up):
+                raise too_long(waiter.tokens, max(node.facts.max_seq_len or 0 for node in up))
         if self._queue_timeout_s > 0:
             await asyncio.wait({waiter.lease}, timeout=self._queue_timeout_s)
 
     def _serve_waiters(self) -> None:
         for waiter in list(self._waiters):
-            node = next((n for n in self.nodes if n.can_take(waiter.needs)), None)
+            node = self._choose(waiter)
             if node is not None and not waiter.lease.done():
-                node.busy = True
+                node.leases += 1
+                node.leased = next(self._leased)
                 self._waiters.remove(waiter)
                 waiter.lease.set_result(Lease(self, node))
+
+    def _choose(self, waiter: _Waiter) -> Node | None:
+        """The first idle node; else, of those with a slot left, the one that was leased the longest time ago."""
+        nodes = [n for n in self._up() if n.suits(waiter.needs, waiter.tokens)]
+        idle = [n for n in nodes if not n.busy]
+        if idle or not self._prefetch:
+            return next(iter(idle), None)
+        spare = [n for n in nodes if n.leases < n.facts.slots]
+        return min(spare, key=lambda n: (n.leases, n.leased), default=None)
 
     def _refusal(self, needs: frozenset[str]) -> RouterError:
         if not self._up():
@@ -173,7 +220,7 @@ class Pool:
     # Giving back
 
     def take_back(self, node: Node, rid: str | None) -> None:
-        """Frees the node; if rid is given, only after the node has been told to drop it."""
+        """Ends one lease; if rid is given, only after the node has been told to drop it."""
         if rid is None:
             self._free(node)
         else:
@@ -190,7 +237,7 @@ class Pool:
             self._free(node)
 
     def _free(self, node: Node) -> None:
-        node.busy = False
+        node.leases -= 1
         self._serve_waiters()
 
     # Health
@@ -206,13 +253,13 @@ class Pool:
         """Probes one node and notes the result."""
         faults = node.faults
         try:
-            capabilities = await self._api.probe(node)
+            facts = await self._api.probe(node)
         except NodeLost as e:
             self.mark_down(node, e.message)
             return
         if node.faults != faults:
             return  # it failed while it was being asked; the next round knows more
-        node.capabilities = capabilities
+        node.facts = facts
         if node.down is not None:
             log.info("decode node %s is up", node)
         node.down = None
@@ -249,7 +296,15 @@ class Pool:
         """The body of /pool_status: TileRT's keys `host` and `busy`, and ours."""
         return {
             "nodes": [
-                {"host": n.host, "busy": n.busy, "ctrl_port": n.ctrl_port, "http_port": n.http_port, "down": n.down}
+                {
+                    "host": n.host,
+                    "busy": n.busy,
+                    "ctrl_port": n.ctrl_port,
+                    "http_port": n.http_port,
+                    "down": n.down,
+                    "leases": n.leases,
+                    "slots": n.facts.slots,
+                }
                 for n in self.nodes
             ],
             "waiting": len(self._waiters),

@@ -11,10 +11,12 @@ import httpx
 
 from tilert_ref.connector.rid import derive_rid
 from tilert_ref.router.errors import RouterError, UpstreamReply, bad_field
+from tilert_ref.router.fetch import BadReply, Fetched, fetch
 from tilert_ref.router.fields import EndpointName, fields_of
 from tilert_ref.router.request import Request, Sampling
 
 HEALTH_TIMEOUT_S = 5.0
+MAX_REPLY_BYTES = 64 * 2**20  # the ids of a prompt of a million tokens, and its logprobs, are under 20
 MODELS_TIMEOUT_S = 10.0
 PATHS: dict[EndpointName, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
@@ -96,7 +98,7 @@ class PrefillClient:
             raise _failed(f"prefill: vLLM answered {response.status_code}: {response.text[:500]}")
         return read_reply(response.content, request.endpoint, key, (time.monotonic() - start) * 1e3)
 
-    async def models(self, authorization: str | None = None) -> httpx.Response:
+    async def models(self, authorization: str | None = None) -> Fetched:
         """vLLM's /v1/models as it is."""
         return await self._call("GET", "/v1/models", None, authorization, MODELS_TIMEOUT_S)
 
@@ -110,16 +112,19 @@ class PrefillClient:
 
     async def _call(
         self, method: str, path: str, content: bytes | None, authorization: str | None, timeout_s: float | None = None
-    ) -> httpx.Response:
+    ) -> Fetched:
         headers = {"Content-Type": "application/json"} if content else {}
         if authorization:
             headers["Authorization"] = authorization
         limit = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(limit):
-                return await self._http.request(method, self._base_url + path, content=content, headers=headers)
+                url = self._base_url + path
+                return await fetch(self._http, method, url, MAX_REPLY_BYTES, content=content, headers=headers)
         except TimeoutError:
             raise RouterError(504, f"vLLM didn't answer {path} within {limit:g} s", code="prefill_timeout") from None
+        except BadReply as e:
+            raise _failed(f"prefill: {e}") from None
         except httpx.HTTPError as e:
             raise _failed(f"vLLM can't be reached at {self._base_url}{path}: {describe(e)}") from None
 
@@ -128,6 +133,7 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
     """Reads vLLM's one-token reply; raises RouterError 502 if it isn't one or belongs to another key."""
     try:
         reply = json.loads(content)
+        refused = (reply.get("kv_transfer_params") or {}).get("tilert_error")
         choice = reply["choices"][0]
         rid = derive_rid(reply["id"])
         usage = reply.get("usage") or {}
@@ -150,6 +156,8 @@ def read_reply(content: bytes, endpoint: EndpointName, key: str, ms: float) -> P
             f"prefill: vLLM ran the request as {reply['id']!r} instead of {key!r}; does something between router and "
             "vLLM set X-Request-Id?"
         )
+    if refused:
+        raise RouterError(502, f"prefill: vLLM's connector refused the handoff: {refused}", code="kv_transfer_failed")
     return prefilled
 
 

@@ -1,19 +1,21 @@
 """Data plane: move byte ranges from this process's memory into a receiver's, nothing else (protocol.md 7).
 
     sender     register(staging)   write(hello's meta, copies, tag, deadline)
-    receiver   register(buffer)    local_meta(address) -> merged into hello      admit(tag)
+    receiver   register(slot) ...  local_meta(address) -> merged into hello      admit(tags)
 
 `nixl` writes one-sided: the receiver's CPU takes no part and cannot refuse. `zmq` asks the receiver to write: slower,
 works everywhere, and a late write is refused. That difference is `fenced`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
 from tilert_ref.connector.layout import Copy
+from tilert_ref.connector.secret import Secret
 
 TRANSPORTS = ("nixl", "zmq")
 
@@ -50,8 +52,9 @@ class Transport(Protocol):
     def local_meta(self, address: str) -> dict[str, Any]:
         """What a sender needs to write here, for hello. address: where the sender reached this machine."""
 
-    def admit(self, tag: bytes | None) -> None:
-        """Receiver: from now on only writes with this tag are legal (None: no writes). No effect unless fenced."""
+    def admit(self, tags: Mapping[bytes, int]) -> None:
+        """Receiver: from now on only writes with these tags are legal, each within the registered region at its
+        address. No effect unless fenced."""
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         """Blocks until every byte is in the receiver's memory.
@@ -70,17 +73,22 @@ class Transport(Protocol):
         """Ends threads and sockets. Writes that are going on end with TransferError."""
 
 
-def write_tag(rid: str, generation: int) -> bytes:
-    """Names one admitted transfer: the generation never repeats in the receiver's lifetime."""
-    return f"{rid}:{generation}".encode()
+def write_tag(rid: str, generation: int, secret: Secret | None = None) -> bytes:
+    """Names one admitted transfer: the generation never repeats in the receiver's lifetime.
+
+    With a shared secret nobody else can make one.
+    """
+    tag = f"{rid}:{generation}".encode()
+    return tag if secret is None else tag + b":" + secret.digest(b"write tag", tag).encode()
 
 
-def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
+def make_transport(name: str, host: str, *, receiver: bool = True, peers: AllowList = LOOPBACK_PEERS) -> Transport:
     """A transport by its wire name.
 
     Args:
         host: address to listen on, receiver only; "" or "::" for all interfaces.
         receiver: False for the sending end, which opens no port.
+        peers: whose connections a receiver takes, where the transport can choose: zmq. NIXL takes any.
     """
     if name == "nixl":
         from tilert_ref.connector.transport.nixl import NixlTransport
@@ -89,7 +97,7 @@ def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
     if name == "zmq":
         from tilert_ref.connector.transport.zmq import ZmqTransport
 
-        return ZmqTransport(host if receiver else None)
+        return ZmqTransport(host if receiver else None, peers)
     if name == "mooncake":
         raise ValueError(f"transport 'mooncake' is not supported yet; legal: {', '.join(TRANSPORTS)}")
     raise ValueError(f"unknown transport {name!r}; legal: {', '.join(TRANSPORTS)}")

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -97,7 +97,7 @@ class NixlTransport:
     def local_meta(self, address: str) -> dict[str, Any]:
         return self._call(self._local_meta)
 
-    def admit(self, tag: bytes | None) -> None:
+    def admit(self, tags: Mapping[bytes, int]) -> None:
         """One-sided writes cannot be refused."""
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:

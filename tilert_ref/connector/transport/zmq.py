@@ -3,8 +3,11 @@
     sender (DEALER) -> receiver (ROUTER)   tag | header: number, address | bytes      one chunk
     receiver -> sender                     number | error text, empty if written      one reply per chunk, in order
 
-The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is the admitted one
-and the whole range is registered, so a chunk that comes late, or from a stranger, changes nothing.
+The sender keeps at most `WINDOW` chunks unanswered. The receiver writes a chunk only if its tag is an admitted one and
+the whole range is in that tag's region, so a chunk that comes late, or from a stranger, changes nothing, and one that
+goes astray changes no other request's KV. Whose connections it takes at all, it asks its allow-list, by ZeroMQ's own
+way (ZAP, https://rfc.zeromq.org/spec/27): before any message. Frames over a chunk's size end the connection; but libzmq
+has no limit to the frames of one message, so a peer on the list can fill the memory.
 """
 
 import contextlib
@@ -13,13 +16,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 import zmq
 
+from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
 from tilert_ref.connector.transport.regions import Regions
@@ -31,16 +35,24 @@ POLL_S = 0.1
 _HEADER = struct.Struct("!QQ")  # chunk number, destination address
 _NUMBER = struct.Struct("!Q")
 _WAKE = "inproc://tilert-zmq-close"
+_ZAP = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"tilert"  # any; without one ZeroMQ does not ask
+REPLY_BYTES = 1 << 16  # a sender takes no longer frames
+HANDSHAKE_MS = 5000  # of a TCP connection that does not become a ZeroMQ one
 
 
 class ZmqTransport:
-    """Both ends. `host` is where a receiver listens, None for a sender. Threads and sockets start at first use."""
+    """Both ends. Threads and sockets start at first use.
+
+    host: where a receiver listens, None for a sender. peers: from where a receiver takes connections.
+    """
 
     name = "zmq"
     fenced = True
 
-    def __init__(self, host: str | None) -> None:
+    def __init__(self, host: str | None, peers: AllowList = LOOPBACK_PEERS) -> None:
         self._host = host
+        self._peers = peers
         self._regions = Regions()
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -67,8 +79,8 @@ class ZmqTransport:
         host = address if self._host in WILDCARDS else self._host
         return {"zmq_endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
 
-    def admit(self, tag: bytes | None) -> None:
-        self._receiving().admit(tag)
+    def admit(self, tags: Mapping[bytes, int]) -> None:
+        self._receiving().admit(tags)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         endpoint = hello_meta.get("zmq_endpoint")
@@ -114,7 +126,7 @@ class ZmqTransport:
             if self._host is None:
                 raise ValueError("a sending zmq transport has no address; make it with receiver=True")
             if self._writer is None:
-                self._writer = _Writer(self._zmq(), self._host, self._regions)
+                self._writer = _Writer(self._zmq(), self._host, self._regions, self._peers)
             return self._writer
 
     def _zmq(self) -> "zmq.Context[zmq.Socket[bytes]]":
@@ -135,6 +147,8 @@ class _Channel:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, REPLY_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._socket.connect(endpoint)
 
     def write(self, copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
@@ -164,7 +178,10 @@ class _Channel:
     def _expect_reply(self, number: int, deadline: float) -> int:
         """Reads the reply to chunk `number`; returns the next number."""
         self._wait(zmq.POLLIN, deadline)
-        got, error = self._socket.recv_multipart()
+        frames = self._socket.recv_multipart()
+        if len(frames) != 2 or len(frames[0]) != _NUMBER.size:
+            raise TransferError(f"{self.endpoint} answered with {len(frames)} frames, not number and error")
+        got, error = frames
         if error:
             raise TransferError(f"{self.endpoint} refused a write: {error.decode(errors='replace')}")
         if _NUMBER.unpack(got) != (number,):
@@ -184,16 +201,24 @@ class _Channel:
 
 
 class _Writer:
-    """The receiving side: one thread that owns the ROUTER socket and writes admitted chunks."""
+    """The receiving side: one thread that owns the ROUTER socket, lets peers in and writes admitted chunks."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, regions: Regions) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, regions: Regions, peers: AllowList
+    ) -> None:
         self._regions = regions
-        self._admitted: bytes | None = None
+        self._peers = peers
+        self._admitted: Mapping[bytes, int] = {}
         self._write_lock = threading.Lock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(socket.has_dualstack_ipv6()))
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        self._gate = context.socket(zmq.REP)
+        self._gate.bind(_ZAP)
         self.port = _bind(self._socket, host)
         self._wake = context.socket(zmq.PAIR)
         self._wake.bind(_WAKE)
@@ -202,10 +227,10 @@ class _Writer:
         self._thread = threading.Thread(target=self._run, name="tilert-zmq-receive", daemon=True)
         self._thread.start()
 
-    def admit(self, tag: bytes | None) -> None:
+    def admit(self, tags: Mapping[bytes, int]) -> None:
         """Returns when no chunk of another tag is being written."""
         with self._write_lock:
-            self._admitted = tag
+            self._admitted = dict(tags)
 
     def close(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -217,10 +242,20 @@ class _Writer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        with self._socket, self._wake:
+        poller.register(self._gate, zmq.POLLIN)
+        with self._socket, self._wake, self._gate:
             while self._wake not in (ready := dict(poller.poll())):
+                if self._gate in ready:
+                    self._gate.send_multipart(self._verdict(self._gate.recv_multipart()))
                 if self._socket in ready:
                     self._answer(self._socket.recv_multipart(copy=False))
+
+    def _verdict(self, request: list[bytes]) -> list[bytes]:
+        """ZAP's reply to its question about a new connection: version, id, domain, address, ..."""
+        version, number, _, address = request[:4]
+        refused = self._peers.refusal_of_address(address.decode(errors="replace"))
+        status = [b"400", b"not in the allow-list"] if refused else [b"200", b""]
+        return [version, number, *status, b"", b""]
 
     def _answer(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 4 or len(frames[2].buffer) != _HEADER.size:
@@ -232,12 +267,15 @@ class _Writer:
     def _store(self, tag: bytes, address: int, data: memoryview) -> str:
         """Writes one chunk, or says why not."""
         with self._write_lock:
-            if tag != self._admitted:
-                return f"transfer {tag!r} is not admitted"
+            start = self._admitted.get(tag)
+            if start is None:
+                return f"transfer {tag[:300]!r} is not admitted"
             try:
-                self._regions.find(address, len(data))
+                region = self._regions.find(address, len(data))
             except TransferError as error:
                 return str(error)
+            if region.start != start:
+                return f"{len(data)} bytes at {address:#x} are not in the slot of transfer {tag!r}"
             _memory(address, len(data))[:] = data
             return ""
 
