@@ -340,7 +340,8 @@ def test_overdue_write_keeps_slot_and_connection_until_it_has_ended(node: Node) 
     stuck = Stuck(lambda settled: TransferTimeout("overdue", settled))
     prefill = Prefill(lambda: stuck)
     prefill.step(node.claim("a"))
-    eventually(lambda: prefill.jobs[0].failure)
+    with pytest.raises(HandoffFailed, match="rank 0: TransferTimeout: overdue"):
+        node.server.wait("a", 20, NEVER)
     node.server.release("a")
     with pytest.raises(HandoffTimeout, match="'state': 'CANCELLING'.*'writers': 1"):
         node.server.wait("b", 0.3, NEVER)
