@@ -277,14 +277,6 @@ class ReceiveServer:
                 self._apply(Closed(conn))
             connection.close()
 
-    def _lost(self, conn: int, announce: codec.Announce, accept: Accept) -> None:
-        """An accepted connection ended without done: the consumer learns it at once, the slot waits for late writes."""
-        error = "its connection ended before it was done"
-        done = codec.Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
-        self._apply(DoneReceived(conn, done))
-        if not self._transport.fenced:
-            self._closing.wait(FOREIGN_SETTLE_S if announce.tilert_ref is None else SETTLE_S)
-
     def _hello(self, connection: wire.Connection, offer: Offer) -> codec.Hello:
         hello = codec.make_hello(
             self._layout,
@@ -310,6 +302,14 @@ class ReceiveServer:
         dead machine.
         """
         return time.monotonic() + self._request_timeout if self._transport.fenced else None
+
+    def _lost(self, conn: int, announce: codec.Announce, accept: Accept) -> None:
+        """An accepted connection ended without done: the consumer learns it at once, the slot waits for late writes."""
+        error = "its connection ended before it was done"
+        done = codec.Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
+        self._apply(DoneReceived(conn, done))
+        if not self._transport.fenced:
+            self._closing.wait(FOREIGN_SETTLE_S if announce.tilert_ref is None else SETTLE_S)
 
     def _reply(self, conn: int, announce: codec.Announce) -> Accept | codec.Reject | None:
         """None: it was a notice of a failure, or an announce that gets no answer."""
