@@ -97,7 +97,7 @@ class Sender:
         with self._lock:
             if self._closed:
                 return
-        arguments = (claim, self._config.rank, reason)
+        arguments = (claim, self._config, reason)
         threading.Thread(target=_report, args=arguments, name="tilert-send-report", daemon=True).start()
 
     def start_transport(self) -> None:
@@ -246,7 +246,7 @@ class _Attempt:
         except TransferTimeout as error:
             self._failed(error)
             # Not on this connection: its end, or a done, would say that the write has ended.
-            _report(self._claim, self._config.rank, self._job.failure)
+            _report(self._claim, self._config, self._job.failure)
             error.settled.add_done_callback(lambda _: self._over())
             return None
         except (OSError, ProtocolError, HandoffRefused, LayoutError, TransferError) as error:
@@ -358,7 +358,7 @@ class _Attempt:
         if self._accept is not None:
             self._send_done(False, reason)
         elif self._hello is None and not self._unreachable:
-            _report(self._claim, self._config.rank, reason)
+            _report(self._claim, self._config, reason)
         elif self._hello is not None and not self._announced:  # else the node refused it, and knows
             _notify(self._connection, self._hello, self._claim, self._config.rank, reason)
 
@@ -378,14 +378,14 @@ def _greeted(claim: Claim) -> tuple[wire.Connection, Hello]:
         raise
 
 
-def _report(claim: Claim, rank: int, reason: str) -> None:
+def _report(claim: Claim, config: SenderConfig, reason: str) -> None:
     try:
         connection, hello = _greeted(claim)
     except (OSError, ProtocolError) as error:
         logger.warning("%s:%d can't be told that request %s failed: %s", claim.host, claim.port, claim.rid, error)
         return
     with contextlib.suppress(OSError):
-        _notify(connection, hello, claim, rank, reason)
+        _notify(connection, hello, claim, config.rank, reason)
     connection.close()
 
 
