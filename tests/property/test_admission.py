@@ -135,7 +135,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert self.admission.handle(Announced(conn, announce), self.now) == [Close(conn)]
         if conn not in self.said:
             self.said.add(conn)
-            self.fail(rid, rank)
+            self.fail(rid, rank, final=True)
 
     @rule(conn=connections, wrong=st.sampled_from([{}] * 6 + [{"rank": 9}, {"generation": 77}, {"rid": "x"}]))
     def say_done(self, conn: int, wrong: dict[str, Any]) -> None:
@@ -260,9 +260,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     def tombstoned(self, rid: str) -> bool:
         return self.tombstones.get(rid, -math.inf) > self.now
 
-    def fail(self, rid: str, rank: int) -> None:
+    def fail(self, rid: str, rank: int, final: bool = False) -> None:
         held = self.of(rid)
-        at_it = held is not None and (rank in held.done or rank in held.writers.values())
+        at_it = held is not None and (rank in held.done or (not final and rank in held.writers.values()))
         if rank in self.senders and not self.tombstoned(rid) and not at_it:
             if held:
                 held.given_up.add(rank)

@@ -400,16 +400,31 @@ def test_a_failure_before_anything_was_accepted_takes_no_slot_and_ends_with_the_
     assert desk.admission.failure("a") == "rank 0: again"
 
 
-def test_no_failure_of_a_rank_that_is_done_or_at_it_or_unknown() -> None:
+def test_no_failure_of_a_rank_that_is_done_or_unknown_or_refused_while_it_is_at_it() -> None:
     desk = Desk(senders=2)
     desk.announce("c1", "a")
     desk.announce("c2", "a", rank=1)
     desk.done("c2")
-    for rank in (0, 1, 2):
+    for rank in (1, 2):
         desk.connect(f"f{rank}")
         desk.handle(Announced(f"f{rank}", Announce(rid="a", rank=rank, failed="stale")))
-    desk.announce("c3", "a", rank=1)  # duplicate
+    assert reason(desk.announce("c3", "a", rank=1)) == "duplicate_rank"
+    assert reason(desk.announce("c4", "a", seq_len=71)) == "mismatch"
     assert desk.admission.failure("a") is None
+
+
+def test_a_sender_may_fail_while_its_write_goes_on() -> None:
+    """It gave the write up, but can't stop it: the consumer is told, the slot is kept until the connection closes."""
+    desk = Desk()
+    desk.announce("c1", "a")
+    desk.connect("notice")
+    desk.handle(Announced("notice", Announce(rid="a", rank=0, failed="the write missed its deadline")))
+    assert desk.admission.failure("a") == "rank 0: the write missed its deadline"
+    desk.handle(Released("a"))
+    desk.now = 10 * TIMEOUT
+    assert desk.state == "CANCELLING" and reason(desk.announce("c2", "b")) == "busy"
+    desk.handle(Closed("c1"))
+    assert desk.state == "FREE"
 
 
 def test_failures_of_requests_that_nobody_asks_for_are_forgotten() -> None:

@@ -371,6 +371,25 @@ def test_broken_one_sided_transfer_keeps_the_slot_a_moment_longer(monkeypatch: p
         assert 0.3 < time.monotonic() - began < 10
 
 
+def test_a_foreign_sender_may_still_write_when_its_connection_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TileRT's closes it when it gives up on a write, which goes on. Its request fails at once, its slot waits."""
+    monkeypatch.setattr(receiver, "SETTLE_S", 0.0)
+    monkeypatch.setattr(receiver, "FOREIGN_SETTLE_S", 1.0)
+    layout = BufferLayout(profile("dsv32"), FP8_DS_MLA, max_seq_len=64)
+    with serving(layout, transport=Unfenced(make_transport("zmq", "127.0.0.1"))) as server:
+        client = Client.of(server)
+        client.announce(announce("a", seq_len=64, tilert_ref=None))
+        began = time.monotonic()
+        client.connection.close()
+        with pytest.raises(HandoffFailed, match="its connection ended before it was done"):
+            server.wait("a", 60, NEVER)
+        assert time.monotonic() - began < 1.0
+        server.release("a")
+        assert server.health()["slot"]["state"] == "CANCELLING"
+        eventually(lambda: server.health()["slot"]["state"] == "FREE")
+        assert time.monotonic() - began >= 1.0
+
+
 def test_accepted_sender_has_a_deadline_only_where_late_writes_are_refused() -> None:
     fenced, unfenced = make_transport("zmq", "127.0.0.1"), Unfenced(make_transport("zmq", "127.0.0.1"))
     for transport, state in ((fenced, 0), (unfenced, 1)):

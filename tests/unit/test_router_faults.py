@@ -386,6 +386,19 @@ def test_a_request_cancelled_in_the_queue_is_cancelled_at_the_node(loop: Loop) -
         s.await_free()
 
 
+def test_a_queue_that_falls_silent_is_noticed(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_module, "QUEUE_SILENCE_S", 0.3)
+
+    async def silent(exchange: Exchange) -> None:
+        await exchange.start()
+        await exchange.line({"queued": True})
+        await s.node.hang(exchange)
+
+    with roomy(loop) as s:
+        s.node.plan = silent
+        assert "sent nothing for 0.3 s" in error_of(s.post(), 504, "decode_stalled")["message"]
+
+
 @pytest.mark.parametrize("prompt", ["x" * 256, [5] * 256, ["x" * 300], [[5] * 300]])
 def test_a_prompt_that_no_node_can_hold_is_refused_before_prefill(loop: Loop, prompt: Any) -> None:
     with roomy(loop) as s:

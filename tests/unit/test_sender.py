@@ -18,7 +18,15 @@ from tilert_ref.connector import sender as sender_module
 from tilert_ref.connector import wire
 from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
-from tilert_ref.connector.codec import make_hello
+from tilert_ref.connector.codec import (
+    Accept,
+    ProtocolError,
+    decode_reply,
+    destination,
+    encode,
+    make_hello,
+    name_bases,
+)
 from tilert_ref.connector.extract import Extractor, Job
 from tilert_ref.connector.layout import BufferLayout
 from tilert_ref.connector.receiver import HandoffFailed, HandoffTimeout, ReceiveServer
@@ -201,6 +209,30 @@ def test_a_server_that_takes_no_notices_gets_none(prefill: Prefill) -> None:
     assert "layout_version" in prefill.jobs[0].failure
 
 
+@pytest.mark.parametrize(
+    "bases",
+    [
+        {"kv_base": 4096},
+        {"kv_base": 0, "pe_base": 4096, "ki_base": 4096},
+        {"kv_base": 2**64, "pe_base": 4096, "ki_base": 4096},
+        {"kv_base": [1, 2], "pe_base": [1, 2], "ki_base": [1, 2]},
+    ],
+)
+def test_addresses_that_an_accept_names_must_be_of_hellos_form(bases: dict[str, Any]) -> None:
+    hello = make_hello(LAYOUT, [4096], transport="zmq", senders=1)
+    with pytest.raises(ProtocolError, match="not a legal accept"):
+        destination(hello, Accept(rid="a", rank=0, generation=1, **bases))
+
+
+def test_addresses_of_an_accept_replace_hellos() -> None:
+    layout = replace(LAYOUT, nshards=2)
+    hello = make_hello(layout, [4096, 8192], transport="zmq", senders=2)
+    accept = name_bases(Accept(rid="a", rank=0, generation=1), layout, [1 << 40, 2 << 40])
+    got = decode_reply(encode(accept)[4:])
+    assert destination(hello, got) == make_hello(layout, [1 << 40, 2 << 40], transport="zmq", senders=2)
+    assert destination(hello, Accept(rid="a", rank=0, generation=1)) is hello
+
+
 @pytest.mark.parametrize(("attempts", "window"), [(5, 3.0), (1, 0.0), (2, 0.2)])
 def test_admission_window(attempts: int, window: float) -> None:
     config = SenderConfig(LAYOUT, LAYOUT.geometry(), attempts=attempts)
@@ -347,7 +379,8 @@ def test_overdue_write_keeps_slot_and_connection_until_it_has_ended(node: Node) 
     stuck = Stuck(lambda settled: TransferTimeout("overdue", settled))
     prefill = Prefill(lambda: stuck)
     prefill.step(node.claim("a"))
-    eventually(lambda: prefill.jobs[0].failure)
+    with pytest.raises(HandoffFailed, match="rank 0: TransferTimeout: overdue"):
+        node.server.wait("a", 20, NEVER)
     node.server.release("a")
     with pytest.raises(HandoffTimeout, match="'state': 'CANCELLING'.*'writers': 1"):
         node.server.wait("b", 0.3, NEVER)

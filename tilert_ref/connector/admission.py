@@ -122,9 +122,9 @@ class _Slot:
         if self.writers.pop(conn, None) is not None:
             self.left_at = now
 
-    def settled(self, rank: int) -> bool:
+    def settled(self, rank: int, done_only: bool) -> bool:
         """Is this rank done, or at it on some connection?"""
-        return rank in self.done_ranks or rank in self.writers.values()
+        return rank in self.done_ranks or (not done_only and rank in self.writers.values())
 
     def record(self) -> Record:
         first = self.announce
@@ -353,7 +353,7 @@ class Admission:
             return [Close(conn)]  # one connection carries one rank of one request
         peer.announced = True
         if announce.failed is not None:
-            self._fail(announce.rid, announce.rank, announce.failed)
+            self._fail(announce.rid, announce.rank, announce.failed, final=True)
             return [Close(conn)]
         for check in self._checks:
             if reject := check(announce):
@@ -368,7 +368,7 @@ class Admission:
             self._retrying = {rid: until for rid, until in self._retrying.items() if until > self._now}
             self._retrying[announce.rid] = self._now + min(announce.admission_window_s, self._request_timeout)
         elif reject.error != "duplicate_rank":
-            self._fail(announce.rid, announce.rank, _refused(reject))
+            self._fail(announce.rid, announce.rank, _refused(reject), final=False)
         return [Reply(conn, reject), Close(conn)]
 
     def _busy_reject(self, rid: str, offered: int) -> Reject:
@@ -446,11 +446,15 @@ class Admission:
 
     # Failures
 
-    def _fail(self, rid: str, rank: int, reason: str) -> None:
-        """A rank that was never accepted has failed. Stale if it is done or at it, or nobody waits for rid any more."""
+    def _fail(self, rid: str, rank: int, reason: str, final: bool) -> None:
+        """A rank has failed otherwise than on its accepted connection. Nothing to say if nobody waits for rid any more.
+
+        final: its sender says so. It may still be connected, for a write that it gave up, but that can't stop. Not
+        final: an announce was refused, which does not matter while the rank is at it on another connection.
+        """
         slot = self._find(rid)
         unwanted = self._tombstones.get(rid, self._now) > self._now
-        if unwanted or rank not in self._senders or (slot and slot.settled(rank)):
+        if unwanted or rank not in self._senders or (slot and slot.settled(rank, final)):
             return
         if slot:
             slot.given_up.add(rank)

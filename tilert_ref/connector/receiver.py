@@ -60,7 +60,10 @@ ANNOUNCE_TIMEOUT_S = 30.0
 """A sender announces as soon as it has read hello. This bounds what a silent or dripping connection costs."""
 REPLY_TIMEOUT_S = 10.0
 SETTLE_S = 1.0
-"""After an accepted connection broke off: how long bytes that the dead sender's kernel still held may land."""
+"""After an accepted connection of one of our senders broke off: how long bytes that the dead sender's kernel still held
+may land. Ours closes it only when its write has ended, or with its process."""
+FOREIGN_SETTLE_S = 30.0
+"""The same for other senders: TileRT's closes it when it has given up on a write, which then goes on."""
 CANCEL_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
@@ -311,8 +314,8 @@ class ReceiveServer:
                 self._apply(DoneReceived(conn, done))
                 finished = done.done
         finally:
-            if accepted and not finished and not self._transport.fenced:
-                self._closing.wait(SETTLE_S)
+            if accepted and not finished:
+                self._lost(conn, announce, reply)
             with self._changed:
                 self._connections.pop(conn, None)
                 self._apply(Closed(conn))
@@ -354,6 +357,14 @@ class ReceiveServer:
         dead machine.
         """
         return time.monotonic() + self._request_timeout if self._transport.fenced else None
+
+    def _lost(self, conn: int, announce: codec.Announce, accept: Accept) -> None:
+        """An accepted connection ended without done: the consumer learns it at once, the slot waits for late writes."""
+        error = "its connection ended before it was done"
+        done = codec.Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
+        self._apply(DoneReceived(conn, done))
+        if not self._transport.fenced:
+            self._closing.wait(FOREIGN_SETTLE_S if announce.tilert_ref is None else SETTLE_S)
 
     def _reply(self, conn: int, announce: codec.Announce) -> Accept | codec.Reject | None:
         """None: it was a notice of a failure, or an announce that gets no answer."""

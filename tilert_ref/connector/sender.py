@@ -255,6 +255,8 @@ class _Attempt:
             return str(refusal)
         except TransferTimeout as error:
             self._failed(error)
+            # Not on this connection: its end, or a done, would say that the write has ended.
+            _report(self._claim, self._config, self._job.failure)
             error.settled.add_done_callback(lambda _: self._over())
             return None
         except (OSError, ProtocolError, HandoffRefused, LayoutError, TransferError) as error:
