@@ -3,19 +3,29 @@
     sender     register(staging)   write(hello's meta, copies, tag, deadline)
     receiver   register(buffer)    local_meta(address) -> merged into hello      admit(tag)
 
-`nixl` writes one-sided: the receiver's CPU takes no part and cannot refuse. `zmq` asks the receiver to write: slower,
-works everywhere, and a late write is refused. That difference is `fenced`.
+`nixl` and `mooncake` write one-sided: the receiver cannot refuse. `zmq` asks the receiver to write: slower, works
+everywhere, and a late write is refused. That difference is `fenced`.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from tilert_ref.connector.layout import Copy
 
-TRANSPORTS = ("nixl", "zmq")
+TRANSPORTS = ("nixl", "mooncake", "zmq")
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+
+
+@dataclass(frozen=True)
+class MooncakeNetwork:
+    """What transport mooncake runs over; the same on both ends. devices: names of RDMA devices, empty for all."""
+
+    protocol: str = "tcp"
+    devices: tuple[str, ...] = ()
 
 
 class TransferError(Exception):
@@ -75,12 +85,15 @@ def write_tag(rid: str, generation: int) -> bytes:
     return f"{rid}:{generation}".encode()
 
 
-def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
+def make_transport(
+    name: str, host: str, *, receiver: bool = True, network: MooncakeNetwork = MooncakeNetwork()
+) -> Transport:
     """A transport by its wire name.
 
     Args:
-        host: address to listen on, receiver only; "" or "::" for all interfaces.
-        receiver: False for the sending end, which opens no port.
+        host: address to listen on, receiver only; "" or "::" for all interfaces. mooncake always listens on all.
+        receiver: False for the sending end, which opens no port (mooncake does, and has nothing behind it over tcp).
+        network: for mooncake only.
     """
     if name == "nixl":
         from tilert_ref.connector.transport.nixl import NixlTransport
@@ -91,5 +104,7 @@ def make_transport(name: str, host: str, *, receiver: bool = True) -> Transport:
 
         return ZmqTransport(host if receiver else None)
     if name == "mooncake":
-        raise ValueError(f"transport 'mooncake' is not supported yet; legal: {', '.join(TRANSPORTS)}")
+        from tilert_ref.connector.transport.mooncake import MooncakeTransport
+
+        return MooncakeTransport(host if receiver else None, network)
     raise ValueError(f"unknown transport {name!r}; legal: {', '.join(TRANSPORTS)}")
