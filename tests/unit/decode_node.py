@@ -40,11 +40,11 @@ class Server:
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, layout: BufferLayout) -> "Server":
+    def start(self, layout: BufferLayout, transport: str = "zmq") -> "Server":
         http, ctrl = self.expect(r"http on (\S+), prefill nodes on port (\d+)").groups()
         self.expect("ready: engine")
         self.client = httpx.Client(base_url=f"http://{http}", timeout=LIMIT_S)
-        self.sender = Sender(layout, int(ctrl))
+        self.sender = Sender(layout, int(ctrl), transport_name=transport)
         return self
 
     def _read(self) -> None:

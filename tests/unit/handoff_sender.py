@@ -21,11 +21,12 @@ class Sender:
     layout: BufferLayout
     ctrl_port: int
     last_prompt_token: int = 7
+    transport_name: str = "zmq"
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.layout.total_bytes)
         self.staging = torch.randint(0, 100, (self.layout.total_bytes,), dtype=torch.uint8, generator=generator)
-        self.transport = make_transport("zmq", "", receiver=False)
+        self.transport = make_transport(self.transport_name, "", receiver=False)
         self.transport.register(self.staging.data_ptr(), self.staging.nbytes, self.staging)
 
     def planes(self, seq_len: int, layers: int) -> list[torch.Tensor]:
@@ -49,7 +50,7 @@ class Sender:
         connection = wire.connect("127.0.0.1", self.ctrl_port, deadline())
         try:
             hello = codec.decode_hello(connection.receive(deadline()))
-            codec.check_hello(hello, self.layout, 1, "zmq", seq_len)
+            codec.check_hello(hello, self.layout, 1, self.transport_name, seq_len)
             geometry = self.layout.geometry()
             token = self.last_prompt_token
             announce = codec.Announce(rid=rid, rank=0, seq_len=seq_len, last_prompt_token=token, tilert_ref=geometry)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
-from tilert_ref.connector.transport import TRANSPORTS
+from tilert_ref.connector.transport import MOONCAKE_PROTOCOLS, TRANSPORTS, MooncakeNetwork
 from tilert_ref.decode_server.engine_client import EngineDeadlines
 from tilert_ref.decode_server.engine_process import FACTORIES
 from tilert_ref.decode_server.messages import LayoutSpec
@@ -24,6 +24,11 @@ Two ports. Prefill nodes connect to --ctrl-port, offer the KV of a request, and 
 process's receive buffer (--transport). The router posts /pd/decode to --http-port; the request waits there for its
 KV, then for its tokens. One request at a time: a second one gets 429. The engine runs in a process of its own; if
 it dies, the request that it worked on gets an error, and the engine is started again.
+
+--transport nixl is the default: it needs no RDMA, and on one host copies from process to process. TileRT's default is
+mooncake, over RDMA. Ours runs over tcp unless --mooncake-protocol rdma is given at this end and tilert_mooncake_protocol
+rdma at the other; rdma is untested. Mooncake opens two ports on every IPv4 interface, whatever --host says, and whoever
+reaches them can write the receive buffer: keep them behind a firewall. It has no IPv6. zmq works everywhere.
 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
@@ -64,6 +69,7 @@ class Options:
     layout: LayoutSpec
     kv_scale_rule: ScaleRule
     transport: str
+    network: MooncakeNetwork
     host: str
     ctrl_port: int
     http_port: int
@@ -102,7 +108,7 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
         help="speculate with the model's MTP layer, whose KV the prefill then sends too",
     )
     add("--num-mtp", type=int, default=3, choices=(1, 2, 3), help="draft tokens per step with --with-mtp (default 3)")
-    add("--transport", default="nixl", help=f"{' or '.join(TRANSPORTS)} (default nixl; mooncake is not supported yet)")
+    add("--transport", default="nixl", help=f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]} (default nixl)")
     add(
         "--kv-cache-dtype",
         default="fp8_ds_mla",
@@ -115,6 +121,8 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
 def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add = parser.add_argument_group("further flags").add_argument
     add("--host", default="::", help="address of both ports (default ::, every interface, IPv4 and IPv6)")
+    add("--mooncake-protocol", metavar="NAME", help=f"{' or '.join(MOONCAKE_PROTOCOLS)} (default tcp): see above")
+    add("--mooncake-devices", metavar="A,B", help="RDMA devices that Mooncake may use (default: all)")
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
     add(
         "--kv-scale-rule",
@@ -153,9 +161,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     """Raises ValueError for everything that can be refused before a process or a port exists."""
     _check_engine(args)
     if args.transport not in TRANSPORTS:
-        raise ValueError(
-            f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}; mooncake comes in a later issue"
-        )
+        raise ValueError(f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}")
     if args.pd_buffer_device != "cpu":
         raise ValueError(f"--pd-buffer-device {args.pd_buffer_device}: only cpu is supported yet")
     config = load_config(args.model_weights_dir) if args.model_weights_dir else None
@@ -175,6 +181,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         layout=layout,
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
         transport=args.transport,
+        network=_network(args),
         host=args.host,
         ctrl_port=args.ctrl_port,
         http_port=args.http_port,
@@ -191,6 +198,13 @@ def _check_engine(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"
         )
+
+
+def _network(args: argparse.Namespace) -> MooncakeNetwork:
+    if args.transport != "mooncake" and (args.mooncake_protocol or args.mooncake_devices):
+        raise ValueError("--mooncake-protocol and --mooncake-devices: only with --transport mooncake")
+    devices = tuple(name for name in (args.mooncake_devices or "").split(",") if name)
+    return MooncakeNetwork(args.mooncake_protocol or "tcp", devices)
 
 
 def resolve_profile(name: str | None, config: ModelConfig | None, with_mtp: bool, no_mtp: bool) -> Profile:

@@ -111,7 +111,7 @@ def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
     receiver = ReceiveServer(
         layout=options.layout.layout(),
         buffer=buffer.tensor,
-        transport=make_transport(options.transport, options.host),
+        transport=make_transport(options.transport, options.host, network=options.network),
         host=options.host,
         port=options.ctrl_port,
         senders=options.senders,

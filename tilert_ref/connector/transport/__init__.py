@@ -27,6 +27,13 @@ class MooncakeNetwork:
     protocol: str = "tcp"
     devices: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.protocol not in MOONCAKE_PROTOCOLS:
+            raise ValueError(f"Mooncake's protocol is {self.protocol!r}; legal: {', '.join(MOONCAKE_PROTOCOLS)}")
+        if self.protocol != "rdma" and self.devices:
+            raise ValueError(f"RDMA devices ({', '.join(self.devices)}) mean nothing to Mooncake over {self.protocol}")
+
 
 class TransferError(Exception):
     """A write failed. No byte of it moves any more."""
