@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from decode_doubles import plane_token
-from decode_node import Server
-from transport_peer import Peer
+from decode_node import CONFIG, DOUBLE, DOUBLE_LAYOUT, Server
+from transport_peer import Peer, needs
 
 from tilert_ref.connector.codec import Accept
-from tilert_ref.connector.layout import BF16, BufferLayout, Copy, model_profile
+from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import MooncakeNetwork, TransferError, TransferTimeout, make_transport, mooncake
 from tilert_ref.connector.transport.mooncake import MooncakeTransport
 
@@ -29,6 +29,7 @@ def soon(seconds: float = 60.0) -> float:
 
 @pytest.fixture
 def sender() -> Iterator[MooncakeTransport]:
+    needs("mooncake")
     sender = make_transport("mooncake", "", receiver=False)
     yield sender
     sender.close()
@@ -43,6 +44,7 @@ def source(sender: MooncakeTransport) -> torch.Tensor:
 
 @pytest.fixture
 def receiver() -> Iterator[MooncakeTransport]:
+    needs("mooncake")
     receiver = make_transport("mooncake", "127.0.0.1")
     yield receiver
     receiver.close()
@@ -184,12 +186,14 @@ def test_rdma_without_a_device_is_an_error_at_start(
     receiver: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mooncake itself would answer 0 and take TCP."""
+    needs("mooncake")
     monkeypatch.setattr(mooncake, "RDMA_DEVICES", tmp_path / "infiniband")
     with pytest.raises(TransferError, match="no RDMA device on this machine.*over tcp needs none"):
         make_transport("mooncake", "10.0.0.9", receiver=receiver, network=RDMA).start()
 
 
 def test_rdma_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("mooncake")
     monkeypatch.setattr(mooncake, "RDMA_DEVICES", tmp_path)
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
@@ -202,26 +206,26 @@ def test_rdma_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.Monk
         make_transport("mooncake", "", receiver=False, network=RDMA).start()
 
 
-def test_missing_package_is_named(sender: MooncakeTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(TransferError, match="not usable here.*pip install mooncake-transfer-engine-non-cuda"):
-        sender.start()
+        make_transport("mooncake", "", receiver=False).start()
 
 
-def test_device_memory_needs_another_build(sender: MooncakeTransport) -> None:
+def test_device_memory_needs_another_build() -> None:
     on_device: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
     with pytest.raises(
         TransferError, match="host memory only, got a tensor on cuda:0; .*mooncake-transfer-engine-cuda13"
     ):
-        sender.register(4096, 64, on_device)
+        make_transport("mooncake", "", receiver=False).register(4096, 64, on_device)
 
 
 def test_decode_server_reads_what_came_over_mooncake(tmp_path: Path) -> None:
-    flags = ["--engine", "decode_doubles:load_engine", "--kv-cache-dtype", "bf16", "--transport", "mooncake"]
+    needs("mooncake")
     (tmp_path / "config.json").write_text(CONFIG)
-    server = Server(*flags, "--model-weights-dir", str(tmp_path))
+    server = Server(*DOUBLE, "--transport", "mooncake", "--model-weights-dir", str(tmp_path))
     try:
-        server.start(BufferLayout(model_profile(3, False, True), BF16, 256), transport="mooncake")
+        server.start(DOUBLE_LAYOUT, transport="mooncake")
         for rid in ("first", "second"):
             assert isinstance(server.sender.offer(rid, SEQ_LEN), Accept)
             expected = [42, *map(plane_token, server.sender.planes(SEQ_LEN, layers=3))]
@@ -229,12 +233,3 @@ def test_decode_server_reads_what_came_over_mooncake(tmp_path: Path) -> None:
         server.sender.close()
     finally:
         server.stop()
-
-
-CONFIG = """{
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000, "n_routed_experts": null,
-    "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
-    "v_head_dim": 32, "intermediate_size": 64, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 128
-}"""

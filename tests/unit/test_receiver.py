@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transport_peer import needs
 
 from tilert_ref.connector import admission, codec, receiver, wire
 from tilert_ref.connector.codec import Accept, Announce, Done, Reject
@@ -131,6 +132,7 @@ def test_transfer_while_the_consumer_waits(server: ReceiveServer) -> None:
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_bytes_land_and_two_ranks_complete_one_request(name: str) -> None:
+    needs(name)
     with serving(senders=2, transport=make_transport(name, "127.0.0.1")) as server:
         sender = make_transport(name, "", receiver=False)
         source = torch.arange(64, dtype=torch.uint8)

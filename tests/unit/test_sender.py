@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transport_peer import needs
 
 from tilert_ref.connector import sender as sender_module
 from tilert_ref.connector import wire
@@ -112,7 +113,9 @@ def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 @pytest.fixture
 def transport(request: pytest.FixtureRequest) -> str:
     """zmq, but for the tests that move bytes in ways worth repeating over every transport."""
-    return getattr(request, "param", "zmq")
+    name = getattr(request, "param", "zmq")
+    needs(name)
+    return name
 
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)

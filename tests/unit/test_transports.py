@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transport_peer import Peer
+from transport_peer import Peer, needs
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import (
@@ -48,6 +48,7 @@ def copy(source: Source, peer: Peer, src: int, dst: int, nbytes: int) -> Copy:
 
 @pytest.fixture(params=TRANSPORTS)
 def sender(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    needs(request.param)
     transport = make_transport(request.param, "", receiver=False)
     yield transport
     transport.close()
@@ -272,6 +273,7 @@ def test_an_unused_transport_starts_nothing() -> None:
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_an_idle_receiver_rests(name: str) -> None:
     """It waits for what arrives; a progress thread that spins would take a core from who decodes."""
+    needs(name)
     receiver = make_transport(name, "127.0.0.1")
     receiver.start()
     used, began = time.process_time(), time.monotonic()

@@ -26,9 +26,9 @@ KV, then for its tokens. One request at a time: a second one gets 429. The engin
 it dies, the request that it worked on gets an error, and the engine is started again.
 
 --transport nixl is the default: it needs no RDMA, and on one host copies from process to process. TileRT's default is
-mooncake, over RDMA. Ours runs over tcp unless --mooncake-protocol rdma is given at this end and tilert_mooncake_protocol
-rdma at the other; rdma is untested. Mooncake opens two ports on every IPv4 interface, whatever --host says, and whoever
-reaches them can write the receive buffer: keep them behind a firewall. It has no IPv6. zmq works everywhere.
+mooncake, over RDMA; ours runs over tcp unless --mooncake-protocol rdma (untested) is given here, and
+tilert_mooncake_protocol rdma at the other end. Mooncake opens two ports on every IPv4 interface, whatever --host says,
+and whoever reaches them can write the receive buffer: keep them behind a firewall. zmq works everywhere.
 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
