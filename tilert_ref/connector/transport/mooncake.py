@@ -51,7 +51,8 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 _CUDA_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 _PACKAGES = ("mooncake-transfer-engine-non-cuda", *_CUDA_PACKAGES)
 _NEVER_S = str(2**30)
-# Read by the engine when it starts or connects; there is no call for them. A user's own values win.
+# Read when the package is imported, or later; there is no call for them. A user's own values win. Its logging would be
+# ten lines for each engine; one error remains, about a descriptor that is not there before there is one.
 _DEFAULTS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": _NEVER_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": _NEVER_S,
@@ -279,8 +280,6 @@ class _Engine:
         self._registered: set[int] = set()
         self._engine: Any = _engine_class()()
         _check_network(network)
-        for name, value in _DEFAULTS.items():
-            os.environ.setdefault(name, value)
         if network.protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"  # else it takes RDMA where it finds a device, whatever it is told
         status = self._engine.initialize(host, "P2PHANDSHAKE", network.protocol, ",".join(network.devices))
@@ -322,6 +321,8 @@ class _Engine:
 
 
 def _engine_class() -> Any:
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
