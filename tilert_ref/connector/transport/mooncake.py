@@ -10,8 +10,8 @@ for the rest. What was measured with 0.3.13.post1 on TCP shapes the file:
   off: the write ends when the receiver answers or dies, and `TransferTimeout.settled` says when.
 - More than 2,048 parts for one receiver are refused, and the engine may not recover. A write has `WINDOW` under way.
 - An engine keeps what it learnt about a receiver for ever, also when another process took its port, and connecting to
-  one that is stopped blocks the engine for all others. So a sender has an engine per receiver, and a new one after a
-  failure. Ending an engine holds the GIL for up to a second; failed ones are kept until there are `MAX_RETIRED`.
+  one that is stopped blocks the engine for 60 s. So a sender has an engine per receiver, and a new one after a failure.
+  Ending an engine holds the GIL for up to a second; failed ones are kept until there are `MAX_RETIRED`.
 - An engine does not work in a forked child: writes never end there.
 
 Whoever reaches the engine's two ports can read and write all registered memory, and Mooncake opens them on every IPv4
@@ -47,6 +47,7 @@ WINDOW = 16
 MAX_LINKS = 32
 MAX_RETIRED = 8
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
+CLOSE_PATIENCE_S = 2.0
 RDMA_DEVICES = Path("/sys/class/infiniband")
 _CUDA_PACKAGES = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 _PACKAGES = ("mooncake-transfer-engine-non-cuda", *_CUDA_PACKAGES)
@@ -60,6 +61,7 @@ _DEFAULTS = {
 }
 _NO_BATCH = (0, ctypes.c_uint64(-1).value)
 _DONE, _FAILED = 1, -1
+_CLOSED = "the Mooncake transport is closed"
 
 logger = logging.getLogger(__name__)
 
@@ -142,18 +144,21 @@ class MooncakeTransport:
         with self._lock:
             self._closing.set()
             running = list(self._running)
-        for write in running:
-            write.left.wait(timeout=10)  # nobody may ask an engine that has ended
+        for write in running:  # nobody may ask an engine that has ended
+            write.left.wait(timeout=CLOSE_PATIENCE_S)
         with self._lock:
             engines = [*self._links.values(), *self._retired, *([self._receiver] if self._receiver else [])]
             self._receiver, self._links, self._retired = None, {}, []
         for engine in engines:
             engine.end()
         self._stopped.set()
+        for write in running:
+            if not write.left.is_set():  # still connecting: its thread ends when Mooncake gives that up
+                self._settle(write, TransferError(_CLOSED))
 
     def _check_open(self) -> None:
         if self._closing.is_set():
-            raise TransferError("the Mooncake transport is closed")
+            raise TransferError(_CLOSED)
 
     def _receiving(self) -> "_Engine":
         """The receiver's engine. Call with the lock."""
@@ -177,10 +182,15 @@ class MooncakeTransport:
         except Exception as caught:  # a bug, or the engine's own: whoever waits must hear of it
             error = TransferError(f"Mooncake: {caught!r}")
         write.left.set()
-        if write.under_way:  # closing
+        if write.under_way:  # closing, or an error that nobody foresaw: only the end of the engine ends it
             self._stopped.wait()
+        self._settle(write, error)
+
+    def _settle(self, write: "_Write", error: TransferError | None) -> None:
         with self._lock:
-            self._running.discard(write)
+            if write not in self._running:
+                return
+            self._running.remove(write)
         if error is None:
             write.settled.set_result(None)
         else:
@@ -189,11 +199,12 @@ class MooncakeTransport:
     def _move(self, write: "_Write") -> None:
         engine = self._link(write.session)
         if engine.protocol == "rdma":  # over TCP any source will do
-            for region in {self._regions.find(copy.src, copy.nbytes) for copy in write.copies}:
-                engine.register(region.start, region.nbytes)
+            regions = [self._regions.find(copy.src, copy.nbytes) for copy in write.copies]
+            for start, nbytes in {region.start: region.nbytes for region in regions}.items():
+                engine.register(start, nbytes)
         write.run(engine, self._closing)
         if self._closing.is_set():
-            raise TransferError("the Mooncake transport was closed")
+            raise TransferError(_CLOSED)
         if write.failure is not None:
             self._retire(write.session, engine)
             raise TransferError(f"{write.failure} (over {engine.protocol}; both ends must use the same)")
