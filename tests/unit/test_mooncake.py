@@ -181,6 +181,25 @@ def test_an_engine_is_replaced_after_a_failure_and_kept_without_one(
         sender.write(meta, [copy(source, buffer.data_ptr())], b"", soon())
 
 
+def test_a_plain_engine_as_the_other_end(
+    sender: MooncakeTransport, source: torch.Tensor, receiver: MooncakeTransport
+) -> None:
+    """With the very calls of TileRT (protocol.md 7); it asks for RDMA, and has TCP without a device."""
+    sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    engine = mooncake._engine_class()()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") == 0
+    assert engine.batch_register_memory([sent.data_ptr(), got.data_ptr()], [sent.nbytes, got.nbytes]) == 0
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    receiver.register(buffer.data_ptr(), buffer.nbytes, buffer)
+    session = receiver.local_meta("127.0.0.1")["session_id"]
+    targets = [buffer.data_ptr() + 7, buffer.data_ptr() + 1000]
+    assert engine.batch_transfer_sync_write(session, [sent.data_ptr()] * 2, targets, [100, 50]) == 0
+    assert torch.equal(buffer[7:107], sent) and torch.equal(buffer[1000:1050], sent[:50])
+    meta = {"session_id": f"127.0.0.1:{engine.get_rpc_port()}"}
+    sender.write(meta, [copy(source, got.data_ptr() + 5, 4000)], b"", soon())
+    assert torch.equal(got[5:4005], source[:4000])
+
+
 def test_nobody_can_write_to_a_sender(
     sender: MooncakeTransport, source: torch.Tensor, receiver: MooncakeTransport
 ) -> None:

@@ -45,7 +45,7 @@ from tilert_ref.connector.wire import WILDCARDS
 CHUNK_BYTES = 4 << 20
 WINDOW = 16
 MAX_LINKS = 32
-MAX_RETIRED = 8
+MAX_RETIRED = 4
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
 CLOSE_PATIENCE_S = 2.0
 RDMA_DEVICES = Path("/sys/class/infiniband")
