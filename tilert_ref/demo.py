@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 
+from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.engine.make_tiny import make_tiny
 from tilert_ref.stack import Process, Stack, StackError, answer_grammar, end_on_signals, free_port, vllm_server
 from tilert_ref.tiny import model_dir
@@ -413,7 +414,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--max-tokens", type=int, help="most tokens of an answer (default 256; with --arch 64, all used)"
     )
     parser.add_argument("--prompt", default="Why is the sky blue?", help="default: %(default)s")
-    parser.add_argument("--transport", choices=("nixl", "zmq"), default="nixl", help="default: %(default)s")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="nixl", help="default: %(default)s")
     parser.add_argument("--engine", default="ref", help="engine of the decode server (default ref; stub: no model)")
     parser.add_argument(
         "--with-native-pool",

@@ -15,13 +15,24 @@ from typing import Any
 import httpx
 from handoff_sender import Sender
 
-from tilert_ref.connector.layout import BufferLayout
+from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parents[1]
 LIMIT_S = 120.0  # the machine may be busy; nothing here takes a second when it is not
 LOCAL = ["--host", "127.0.0.1", "--http-port", "0", "--ctrl-port", "0"]
 COMMON = [*LOCAL, "--transport", "zmq", "--senders", "1", "--max-seq-len", "256"]
+
+# The engine of decode_doubles.py.
+DOUBLE = ["--engine", "decode_doubles:load_engine", "--kv-cache-dtype", "bf16", "--engine-cancel-timeout-s", "1"]
+CONFIG = """{
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "n_routed_experts": null,
+    "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "v_head_dim": 32, "intermediate_size": 64, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 128
+}"""
+DOUBLE_LAYOUT = BufferLayout(model_profile(3, False, True), BF16, 256)
 
 
 class Server:
@@ -40,12 +51,12 @@ class Server:
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, layout: BufferLayout) -> "Server":
+    def start(self, layout: BufferLayout, transport: str = "zmq") -> "Server":
         http, ctrl = self.expect(r"http on (\S+), prefill nodes on port (\d+)").groups()
         self.expect("ready: engine")
         self.client = httpx.Client(base_url=f"http://{http}", timeout=LIMIT_S)
         self.ctrl_port = int(ctrl)
-        self.sender = Sender(layout, self.ctrl_port)
+        self.sender = Sender(layout, self.ctrl_port, transport_name=transport)
         return self
 
     def _read(self) -> None:

@@ -14,10 +14,10 @@ import httpx
 import psutil
 import pytest
 from decode_doubles import plane_token
-from decode_node import COMMON, LIMIT_S, ROOT, TESTS, Server
+from decode_node import COMMON, CONFIG, DOUBLE, DOUBLE_LAYOUT, LIMIT_S, ROOT, TESTS, Server
 
 from tilert_ref.connector.codec import Accept, Reject
-from tilert_ref.connector.layout import BF16, FP8_DS_MLA, BufferLayout, model_profile, profile
+from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, profile
 from tilert_ref.decode_server.__main__ import main
 
 SEQ_LEN = 70
@@ -31,15 +31,6 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-DOUBLE = ["--engine", "decode_doubles:load_engine", "--kv-cache-dtype", "bf16", "--engine-cancel-timeout-s", "1"]
-CONFIG = """{
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000, "n_routed_experts": null,
-    "num_attention_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
-    "v_head_dim": 32, "intermediate_size": 64, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 128
-}"""
-DOUBLE_LAYOUT = BufferLayout(model_profile(3, False, True), BF16, 256)
 STUB_LAYOUT = BufferLayout(profile("glm5"), FP8_DS_MLA, 256)
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from tilert_ref.connector.allow import LOOPBACK_PEERS
 from tilert_ref.connector.layout import FP8_DS_MLA, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
+from tilert_ref.connector.transport import MooncakeNetwork
 from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
 from tilert_ref.decode_server.server import keep_ucx_local
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body, sampling_params
@@ -179,12 +180,25 @@ def test_environment() -> None:
     assert options("--engine", "stub", TILERT_PD_KI_TILED="1").layout.layout().layout_version == 110
 
 
+def test_mooncake_network() -> None:
+    flags = ["--engine", "stub", "--transport", "mooncake"]
+    assert parse_options(flags, {}).network == MooncakeNetwork("tcp", ())
+    rdma = parse_options([*flags, "--mooncake-protocol", "rdma", "--mooncake-devices", "mlx5_0,mlx5_1"], {})
+    assert (rdma.transport, rdma.network) == ("mooncake", MooncakeNetwork("rdma", ("mlx5_0", "mlx5_1")))
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (["--engine", "vllm"], "--engine vllm: legal: ref, tilert, stub"),
         ([], "--engine ref needs --model-weights-dir"),
-        (["--engine", "stub", "--transport", "mooncake"], "legal: nixl, zmq"),
+        (["--engine", "stub", "--transport", "tcp"], "legal: nixl, mooncake, zmq"),
+        (["--engine", "stub", "--mooncake-protocol", "rdma"], "only with --transport mooncake"),
+        (["--engine", "stub", "--transport", "mooncake", "--mooncake-protocol", "ucx"], "'ucx'; legal: tcp, rdma"),
+        (
+            ["--engine", "stub", "--transport", "mooncake", "--mooncake-devices", "mlx5_0"],
+            "nothing to Mooncake over tcp",
+        ),
         (["--engine", "stub", "--kv-cache-dtype", "fp8_rocm"], "not supported yet"),
         (["--engine", "stub", "--kv-cache-dtype", "int4"], "legal: .*fp8_ds_mla"),
         (["--engine", "stub", "--pd-buffer-device", "cuda"], "only cpu"),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transport_peer import needs
 
 from tilert_ref.connector import admission, codec, receiver, wire
 from tilert_ref.connector.codec import Accept, Announce, Done, Reject
@@ -27,7 +28,7 @@ from tilert_ref.connector.layout import (
     write_plan,
 )
 from tilert_ref.connector.receiver import HandoffCancelled, HandoffError, HandoffFailed, HandoffTimeout, ReceiveServer
-from tilert_ref.connector.transport import TransferError, Transport, make_transport, write_tag
+from tilert_ref.connector.transport import TRANSPORTS, TransferError, Transport, make_transport, write_tag
 
 LAYOUT = BufferLayout(model_profile(2, False, False), BF16, max_seq_len=128)
 NEVER = threading.Event()
@@ -139,9 +140,11 @@ def test_transfer_while_the_consumer_waits(server: ReceiveServer) -> None:
     assert server.wait("r", 20, NEVER).seq_len == 70
 
 
-def test_bytes_land_and_two_ranks_complete_one_request() -> None:
-    with serving(senders=2) as server:
-        sender = make_transport("zmq", "", receiver=False)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_bytes_land_and_two_ranks_complete_one_request(name: str) -> None:
+    needs(name)
+    with serving(senders=2, transport=make_transport(name, "127.0.0.1")) as server:
+        sender = make_transport(name, "", receiver=False)
         source = torch.arange(64, dtype=torch.uint8)
         sender.register(source.data_ptr(), 64, source)
         for rank in (1, 0):

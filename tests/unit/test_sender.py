@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transport_peer import needs
 
 from tilert_ref.connector import sender as sender_module
 from tilert_ref.connector import wire
@@ -32,7 +33,7 @@ from tilert_ref.connector.layout import BufferLayout
 from tilert_ref.connector.receiver import HandoffFailed, HandoffTimeout, ReceiveServer
 from tilert_ref.connector.sender import Sender, SenderConfig
 from tilert_ref.connector.staging import Slot, StagingExhausted, StagingPool
-from tilert_ref.connector.transport import TransferError, TransferTimeout, make_transport
+from tilert_ref.connector.transport import TRANSPORTS, TransferError, TransferTimeout, make_transport
 
 NEVER = threading.Event()
 BLOCK = 16
@@ -54,11 +55,11 @@ LAYOUT = BufferLayout(CACHES.profile, CACHES.row_format, max_seq_len=160)
 
 
 class Node:
-    """A decode node over zmq."""
+    """A decode node."""
 
-    def __init__(self, layout: BufferLayout = LAYOUT) -> None:
+    def __init__(self, layout: BufferLayout = LAYOUT, transport: str = "zmq") -> None:
         self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        self.server = ReceiveServer(layout, self.buffer, make_transport("zmq", "127.0.0.1"), "127.0.0.1", 0)
+        self.server = ReceiveServer(layout, self.buffer, make_transport(transport, "127.0.0.1"), "127.0.0.1", 0)
         self.server.start()
 
     def claim(self, rid: str, seq_len: int = 40, blocks: list[int] | None = None) -> Claim:
@@ -85,8 +86,14 @@ def rows_of(seq_len: int, blocks: list[int] | None = None) -> torch.Tensor:
 class Prefill:
     """Pool, sender and extractor of one worker."""
 
-    def __init__(self, make: Callable[[], Any] | None = None, max_bytes: int | None = None, **config: Any) -> None:
-        made = make or (lambda: make_transport("zmq", "", receiver=False))
+    def __init__(
+        self,
+        make: Callable[[], Any] | None = None,
+        max_bytes: int | None = None,
+        transport: str = "zmq",
+        **config: Any,
+    ) -> None:
+        made = make or (lambda: make_transport(transport, "", receiver=False))
         self.sender = Sender(SenderConfig(LAYOUT, LAYOUT.geometry(), **config), made)
         self.pool = StagingPool(LAYOUT, 0, torch.device("cpu"), max_bytes, self.sender.forget)
         self.jobs: list[Job] = []
@@ -115,15 +122,26 @@ def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
+def transport(request: pytest.FixtureRequest) -> str:
+    """zmq, but for the tests that move bytes in ways worth repeating over every transport."""
+    name = getattr(request, "param", "zmq")
+    needs(name)
+    return name
+
+
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
+
+
+@pytest.fixture
+def node(transport: str) -> Iterator[Node]:
+    node = Node(transport=transport)
     yield node
     node.server.close()
 
 
 @pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    prefill = Prefill()
+def prefill(transport: str) -> Iterator[Prefill]:
+    prefill = Prefill(transport=transport)
     yield prefill
     prefill.sender.close()
 
@@ -135,6 +153,7 @@ def silent() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@every_transport
 def test_several_claims_of_one_step_to_one_node(node: Node, prefill: Prefill) -> None:
     other = [4, 3, 2]
     prefill.step(node.claim("a"), node.claim("b", 33, other))
@@ -152,6 +171,7 @@ def test_slots_are_used_again(node: Node, prefill: Prefill) -> None:
     assert prefill.pool.total_bytes == LAYOUT.shard_bytes
 
 
+@every_transport
 def test_busy_node_is_retried_and_gets_everything_late(node: Node, prefill: Prefill) -> None:
     prefill.step(node.claim("a"))
     node.server.wait("a", 20, NEVER)

@@ -6,10 +6,14 @@ import pytest
 
 from tilert_ref.connector.allow import LOOPBACK_HOSTS
 from tilert_ref.connector.settings import Settings, SettingsError, read_settings
+from tilert_ref.connector.transport import MooncakeNetwork
 
 
 def read(extra: dict[str, Any] | None = None, env: dict[str, str] | None = None, tp: int = 1) -> Settings:
     return read_settings(extra or {}, env or {}, max_model_len=4096, tp_size=tp)
+
+
+MOONCAKE = {"tilert_transport": "mooncake"}
 
 
 def test_defaults() -> None:
@@ -55,6 +59,12 @@ def test_values() -> None:
     assert settings.tiled and settings.no_mtp and settings.eager_init
 
 
+def test_mooncake_network() -> None:
+    assert read(MOONCAKE).network == MooncakeNetwork("tcp", ())
+    rdma = read(MOONCAKE | {"tilert_mooncake_protocol": "rdma", "tilert_mooncake_devices": ["mlx5_0", "mlx5_1"]})
+    assert (rdma.transport, rdma.network) == ("mooncake", MooncakeNetwork("rdma", ("mlx5_0", "mlx5_1")))
+
+
 def test_key_wins_over_variable() -> None:
     assert read({"tilert_pd_buffer_device": "cuda"}, {"TILERT_PD_BUFFER_DEVICE": "cpu"}).buffer_device == "cuda"
 
@@ -71,7 +81,11 @@ def test_flags_that_are_off(value: str) -> None:
         ({"tilert_ctrl_port": 0}, {}, r"tilert_ctrl_port is 0; legal: 1 .. 65535"),
         ({"tilert_ctrl_port": True}, {}, "tilert_ctrl_port is True"),
         ({"tilert_ctrl_port": "http"}, {}, "tilert_ctrl_port is 'http'"),
-        ({"tilert_transport": "mooncake"}, {}, "tilert_transport is 'mooncake'; legal: nixl, zmq"),
+        ({"tilert_transport": "tcp"}, {}, "tilert_transport is 'tcp'; legal: nixl, mooncake, zmq"),
+        ({"tilert_mooncake_protocol": "rdma"}, {}, "tilert_mooncake_protocol: only with tilert_transport mooncake"),
+        (MOONCAKE | {"tilert_mooncake_protocol": "ucx"}, {}, "tilert_mooncake_protocol is 'ucx'; legal: tcp, rdma"),
+        (MOONCAKE | {"tilert_mooncake_devices": "mlx5_0"}, {}, "tilert_mooncake_devices is 'mlx5_0'; legal: a list"),
+        (MOONCAKE | {"tilert_mooncake_devices": ["mlx5_0"]}, {}, "mean nothing to Mooncake over tcp"),
         ({"tilert_admission_attempts": 0}, {}, "tilert_admission_attempts is 0"),
         ({"tilert_allowed_hosts": "d1"}, {}, "tilert_allowed_hosts is 'd1'; legal: a list"),
         ({"tilert_allowed_hosts": []}, {}, r"tilert_allowed_hosts is \[\]; legal: addresses, .* or '\*' alone"),

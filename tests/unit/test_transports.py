@@ -1,4 +1,4 @@
-"""Both transports for real: a receiver in another process, faults included."""
+"""The transports for real: a receiver in another process, faults included."""
 
 import random
 import threading
@@ -7,14 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transport_peer import Peer
+from transport_peer import Peer, needs
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import (
+    TRANSPORTS,
     TransferError,
     TransferTimeout,
     Transport,
     make_transport,
+    mooncake,
     nixl,
     write_tag,
     zmq,
@@ -44,8 +46,9 @@ def copy(source: Source, peer: Peer, src: int, dst: int, nbytes: int) -> Copy:
     return Copy(source.address + src, peer.address + dst, nbytes, layer=0, plane="kv")
 
 
-@pytest.fixture(params=["nixl", "zmq"])
+@pytest.fixture(params=TRANSPORTS)
 def sender(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    needs(request.param)
     transport = make_transport(request.param, "", receiver=False)
     yield transport
     transport.close()
@@ -92,6 +95,7 @@ def test_scattered_copies_arrive_and_nothing_else_changes(sender: Transport, pee
 
 def test_a_copy_bigger_than_batch_and_chunk(sender: Transport, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "BATCH_BYTES", 70_001)
+    monkeypatch.setattr(mooncake, "CHUNK_BYTES", 70_001)
     monkeypatch.setattr(zmq, "CHUNK_BYTES", 70_001)
     source = Source(sender)
     sender.write(peer.meta, [copy(source, peer, 0, 0, 1_000_003), copy(source, peer, 5, 2 << 20, 77)], TAG, soon())
@@ -149,11 +153,13 @@ def test_stopped_receiver_times_out_and_the_write_settles_later(sender: Transpor
     assert own_peer.read() == source.bytes(0, NBYTES)
 
 
-@pytest.mark.parametrize("sender", ["nixl"], indirect=True)
-def test_overdue_nixl_write_starts_no_further_batch(
+@pytest.mark.parametrize("sender", ["nixl", "mooncake"], indirect=True)
+def test_overdue_one_sided_write_starts_no_further_batch(
     sender: Transport, own_peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(mooncake, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(mooncake, "WINDOW", 1)
     source = Source(sender)
     own_peer.stop()
     with pytest.raises(TransferTimeout) as caught:
@@ -199,7 +205,16 @@ def test_two_writers_at_once(sender: Transport, peer: Peer) -> None:
     assert peer.read() == source.bytes(0, NBYTES)
 
 
-@pytest.mark.parametrize("meta", [{}, {"nixl_meta": "not base64!", "nixl_dev": 0}, {"nixl_meta": "aGVsbG8="}])
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"nixl_meta": "not base64!", "nixl_dev": 0},
+        {"nixl_meta": "aGVsbG8="},
+        {"session_id": "127.0.0.1"},
+        {"session_id": "127.0.0.1:1"},
+    ],
+)
 def test_unusable_meta_is_an_error(sender: Transport, meta: dict[str, object]) -> None:
     source = Source(sender, 64)
     with pytest.raises(TransferError):
@@ -241,25 +256,24 @@ def test_zmq_endpoint_is_an_address_that_the_sender_can_reach(host: str, reached
         receiver.close()
 
 
-def test_transports_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'mooncake' is not supported yet; legal: nixl, zmq"):
-        make_transport("mooncake", "")
-    with pytest.raises(ValueError, match="unknown transport 'tcp'; legal: nixl, zmq"):
+def test_unknown_transport_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown transport 'tcp'; legal: nixl, mooncake, zmq"):
         make_transport("tcp", "")
 
 
 def test_an_unused_transport_starts_nothing() -> None:
     before = set(threading.enumerate())
-    for name in ("nixl", "zmq"):
+    for name in TRANSPORTS:
         transport = make_transport(name, "", receiver=False)
         transport.unregister(4096)
         transport.close()
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("name", ["nixl", "zmq"])
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_an_idle_receiver_rests(name: str) -> None:
     """It waits for what arrives; a progress thread that spins would take a core from who decodes."""
+    needs(name)
     receiver = make_transport(name, "127.0.0.1")
     receiver.start()
     used, began = time.process_time(), time.monotonic()

@@ -170,7 +170,9 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             allowed=settings.allowed_hosts,
             secret=settings.secret,
         )
-        self._sender = Sender(config, lambda: make_transport(settings.transport, "", receiver=False))
+        self._sender = Sender(
+            config, lambda: make_transport(settings.transport, "", receiver=False, network=settings.network)
+        )
         device, pinned = _staging_device(caches, settings)
         pool = StagingPool(layout, rank, device, settings.max_staging_bytes, self._sender.forget, pinned)
         self._extractor = Extractor(

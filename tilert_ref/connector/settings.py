@@ -2,7 +2,10 @@
 
 Source: protocol.md 6.4. What is ours, or differs from TileRT:
 
-- `tilert_transport` defaults to `nixl`: mooncake is not supported yet.
+- `tilert_transport` defaults to `nixl`, which needs no RDMA, and on one host copies from process to process (CMA).
+  TileRT's default is `mooncake`.
+- `tilert_mooncake_protocol` (`tcp`, the default, or `rdma`) and `tilert_mooncake_devices` (a list of RDMA devices; all
+  without it) are new: TileRT asks for RDMA, and takes TCP in silence on a machine without.
 - `tilert_pd_buffer_device` defaults to the device of vLLM's caches: host staging on a CPU, device staging on a GPU.
 - `tilert_max_staging_bytes` and `tilert_write_timeout_s` are new.
 - `tilert_allowed_hosts` is new: where a request may have its KV sent. Addresses, CIDR networks and host names; without
@@ -19,7 +22,7 @@ from typing import Any
 
 from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList
 from tilert_ref.connector.secret import Secret, read_secret
-from tilert_ref.connector.transport import TRANSPORTS
+from tilert_ref.connector.transport import MOONCAKE_PROTOCOLS, TRANSPORTS, MooncakeNetwork
 
 MAX_SENDERS = 8
 BUFFER_DEVICES = ("cpu", "cuda")
@@ -30,6 +33,8 @@ _KEYS = (
     "tilert_model",
     "tilert_max_seq_len",
     "tilert_transport",
+    "tilert_mooncake_protocol",
+    "tilert_mooncake_devices",
     "tilert_admission_attempts",
     "tilert_pd_buffer_device",
     "tilert_max_staging_bytes",
@@ -53,6 +58,7 @@ class Settings:
     model: str | None
     max_seq_len: int
     transport: str
+    network: MooncakeNetwork
     admission_attempts: int
     buffer_device: str | None
     max_staging_bytes: int | None
@@ -79,6 +85,7 @@ def read_settings(extra: Mapping[str, Any], env: Mapping[str, str], max_model_le
         model=extra.get("tilert_model"),
         max_seq_len=_integer("tilert_max_seq_len", extra.get("tilert_max_seq_len", max_model_len), 1, 2**31 - 1),
         transport=_one_of("tilert_transport", extra.get("tilert_transport", "nixl"), TRANSPORTS),
+        network=_network(extra),
         admission_attempts=_integer("tilert_admission_attempts", extra.get("tilert_admission_attempts", 5), 1, 20),
         buffer_device=None if device is None else _one_of("tilert_pd_buffer_device", device, BUFFER_DEVICES),
         max_staging_bytes=None if staging is None else _integer("tilert_max_staging_bytes", staging, 1, 2**63),
@@ -91,6 +98,20 @@ def read_settings(extra: Mapping[str, Any], env: Mapping[str, str], max_model_le
         tiled=_flag(env, "TILERT_PD_KI_TILED", default=False),
         no_mtp=_flag(env, "TILERT_PD_NO_MTP", default=False),
     )
+
+
+def _network(extra: Mapping[str, Any]) -> MooncakeNetwork:
+    used = [key for key in ("tilert_mooncake_protocol", "tilert_mooncake_devices") if key in extra]
+    if used and extra.get("tilert_transport") != "mooncake":
+        raise SettingsError(f"{', '.join(used)}: only with tilert_transport mooncake")
+    protocol = _one_of("tilert_mooncake_protocol", extra.get("tilert_mooncake_protocol", "tcp"), MOONCAKE_PROTOCOLS)
+    devices = extra.get("tilert_mooncake_devices", [])
+    if not isinstance(devices, list) or not all(isinstance(device, str) and device for device in devices):
+        raise SettingsError(f"tilert_mooncake_devices is {devices!r}; legal: a list of RDMA device names")
+    try:
+        return MooncakeNetwork(protocol, tuple(devices))
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _senders(env: Mapping[str, str], tp_size: int) -> int:

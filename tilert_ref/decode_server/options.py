@@ -9,7 +9,7 @@ from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList, peers
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.secret import Secret, read_secret
-from tilert_ref.connector.transport import TRANSPORTS
+from tilert_ref.connector.transport import MOONCAKE_PROTOCOLS, TRANSPORTS, MooncakeNetwork
 from tilert_ref.decode_server.engine_client import EngineDeadlines
 from tilert_ref.decode_server.engine_process import FACTORIES
 from tilert_ref.decode_server.messages import LayoutSpec
@@ -28,6 +28,11 @@ process's receive buffer (--transport). The router posts /pd/decode to --http-po
 KV, then for its tokens. One request at a time is decoded: a second one gets 429, or, if it asks for that ("queue":
 true), waits for its turn with its KV in a receive slot of its own (--receive-slots). The engine runs in a process of
 its own; if it dies, the request that it worked on gets an error, and the engine is started again.
+
+--transport nixl is the default: it needs no RDMA, and on one host copies from process to process. TileRT's default is
+mooncake, over RDMA; ours runs over tcp unless --mooncake-protocol rdma (untested) is given here, and
+tilert_mooncake_protocol rdma at the other end. Mooncake opens two ports on every IPv4 interface, whatever --host says,
+and whoever reaches them can write the receive buffer: keep them behind a firewall. zmq works everywhere.
 
 Both ends must agree, and refuse each other by name if they don't, on: --transport, --kv-cache-dtype, the model's
 layers (--with-mtp here <-> a speculative config in vLLM), and the number of sender ranks ($TILERT_PD_SENDERS).
@@ -75,6 +80,7 @@ class Options:
     layout: LayoutSpec
     kv_scale_rule: ScaleRule
     transport: str
+    network: MooncakeNetwork
     host: str
     peers: AllowList
     secret: Secret | None
@@ -116,7 +122,7 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
         help="speculate with the model's MTP layer, whose KV the prefill then sends too",
     )
     add("--num-mtp", type=int, default=3, choices=(1, 2, 3), help="draft tokens per step with --with-mtp (default 3)")
-    add("--transport", default="nixl", help=f"{' or '.join(TRANSPORTS)} (default nixl; mooncake is not supported yet)")
+    add("--transport", default="nixl", help=f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]} (default nixl)")
     add(
         "--kv-cache-dtype",
         default="fp8_ds_mla",
@@ -136,6 +142,8 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         help="addresses and CIDR networks that may connect to the control port, the HTTP port and zmq's data port "
         f"(default {LOOPBACK_PEERS}); any: no limit, as in TileRT. NIXL's own ports are not covered",
     )
+    add("--mooncake-protocol", metavar="NAME", help=f"{' or '.join(MOONCAKE_PROTOCOLS)} (default tcp): see above")
+    add("--mooncake-devices", metavar="A,B", help="RDMA devices that Mooncake may use (default: all)")
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
     add(
         "--kv-scale-rule",
@@ -182,9 +190,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     """Raises ValueError for everything that can be refused before a process or a port exists."""
     _check_engine(args)
     if args.transport not in TRANSPORTS:
-        raise ValueError(
-            f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}; mooncake comes in a later issue"
-        )
+        raise ValueError(f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}")
     if args.pd_buffer_device != "cpu":
         raise ValueError(f"--pd-buffer-device {args.pd_buffer_device}: only cpu is supported yet")
     config = load_config(args.model_weights_dir) if args.model_weights_dir else None
@@ -204,6 +210,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         layout=layout,
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
         transport=args.transport,
+        network=_network(args),
         host=args.host,
         peers=peers(args.allow_peers),
         secret=read_secret(env),
@@ -229,6 +236,13 @@ def _check_engine(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"
         )
+
+
+def _network(args: argparse.Namespace) -> MooncakeNetwork:
+    if args.transport != "mooncake" and (args.mooncake_protocol or args.mooncake_devices):
+        raise ValueError("--mooncake-protocol and --mooncake-devices: only with --transport mooncake")
+    devices = tuple(name for name in (args.mooncake_devices or "").split(",") if name)
+    return MooncakeNetwork(args.mooncake_protocol or "tcp", devices)
 
 
 def resolve_profile(name: str | None, config: ModelConfig | None, with_mtp: bool, no_mtp: bool) -> Profile:

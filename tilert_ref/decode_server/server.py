@@ -127,7 +127,7 @@ def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
     receiver = ReceiveServer(
         layout=options.layout.layout(),
         buffer=buffer.slots,
-        transport=make_transport(options.transport, options.host, peers=options.peers),
+        transport=make_transport(options.transport, options.host, peers=options.peers, network=options.network),
         host=options.host,
         port=options.ctrl_port,
         senders=options.senders,

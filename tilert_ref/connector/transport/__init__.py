@@ -3,12 +3,13 @@
     sender     register(staging)   write(hello's meta, copies, tag, deadline)
     receiver   register(slot) ...  local_meta(address) -> merged into hello      admit(tags)
 
-`nixl` writes one-sided: the receiver's CPU takes no part and cannot refuse. `zmq` asks the receiver to write: slower,
-works everywhere, and a late write is refused. That difference is `fenced`.
+`nixl` and `mooncake` write one-sided: the receiver cannot refuse. `zmq` asks the receiver to write: slower, works
+everywhere, and a late write is refused. That difference is `fenced`.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,23 @@ from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.secret import Secret
 
-TRANSPORTS = ("nixl", "zmq")
+TRANSPORTS = ("nixl", "mooncake", "zmq")
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+
+
+@dataclass(frozen=True)
+class MooncakeNetwork:
+    """What transport mooncake runs over; the same on both ends. devices: names of RDMA devices, empty for all."""
+
+    protocol: str = "tcp"
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.protocol not in MOONCAKE_PROTOCOLS:
+            raise ValueError(f"Mooncake's protocol is {self.protocol!r}; legal: {', '.join(MOONCAKE_PROTOCOLS)}")
+        if self.protocol != "rdma" and self.devices:
+            raise ValueError(f"RDMA devices ({', '.join(self.devices)}) mean nothing to Mooncake over {self.protocol}")
 
 
 class TransferError(Exception):
@@ -82,13 +99,21 @@ def write_tag(rid: str, generation: int, secret: Secret | None = None) -> bytes:
     return tag if secret is None else tag + b":" + secret.digest(b"write tag", tag).encode()
 
 
-def make_transport(name: str, host: str, *, receiver: bool = True, peers: AllowList = LOOPBACK_PEERS) -> Transport:
+def make_transport(
+    name: str,
+    host: str,
+    *,
+    receiver: bool = True,
+    peers: AllowList = LOOPBACK_PEERS,
+    network: MooncakeNetwork = MooncakeNetwork(),
+) -> Transport:
     """A transport by its wire name.
 
     Args:
-        host: address to listen on, receiver only; "" or "::" for all interfaces.
-        receiver: False for the sending end, which opens no port.
-        peers: whose connections a receiver takes, where the transport can choose: zmq. NIXL takes any.
+        host: address to listen on, receiver only; "" or "::" for all interfaces. mooncake always listens on all.
+        receiver: False for the sending end, which opens no port (mooncake does, and has nothing behind it over tcp).
+        peers: whose connections a receiver takes, where the transport can choose: zmq. NIXL and Mooncake take any.
+        network: for mooncake only.
     """
     if name == "nixl":
         from tilert_ref.connector.transport.nixl import NixlTransport
@@ -99,5 +124,7 @@ def make_transport(name: str, host: str, *, receiver: bool = True, peers: AllowL
 
         return ZmqTransport(host if receiver else None, peers)
     if name == "mooncake":
-        raise ValueError(f"transport 'mooncake' is not supported yet; legal: {', '.join(TRANSPORTS)}")
+        from tilert_ref.connector.transport.mooncake import MooncakeTransport
+
+        return MooncakeTransport(host if receiver else None, network)
     raise ValueError(f"unknown transport {name!r}; legal: {', '.join(TRANSPORTS)}")
