@@ -1,7 +1,9 @@
 """`tilert-ref bench`: decode speed side by side with vLLM, and what loading our plugin costs vLLM's prefill.
 
 decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
-between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything.
+between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything; on a GPU
+vLLM runs with its graphs. A few layers of a published model in real widths: `tilert-ref make-tiny DIR --slice glm5`,
+then `tilert-ref bench decode DIR --load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
 
 plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
 """
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilert_ref import bench_plugin
+from tilert_ref import bench_plugin, bench_roof
 
 SHORT = 8  # tokens of the short answer that is subtracted
 
@@ -29,7 +31,7 @@ class Measured:
     note: str = ""
 
     def row(self) -> str:
-        return f"{self.name:34s} {self.tokens_per_s:9.1f} tok/s {1e6 / self.tokens_per_s:9.0f} us/token  {self.note}"
+        return f"{self.name:44s} {self.tokens_per_s:9.1f} tok/s {1e6 / self.tokens_per_s:9.0f} us/token  {self.note}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,25 +68,32 @@ def _seconds_per_token(generate: Callable[[int], int], tokens: int) -> float:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    print(f"decode at batch 1, greedy, {args.context} tokens of context, {args.tokens} tokens, best of {args.repeats}")
-    ours = [_measure_ours(args, num_mtp) for num_mtp in args.num_mtp]
-    for row in ours:
-        print(row.row(), flush=True)
-    if args.against == "vllm":
-        vllm = _vllm_in_own_process(args)
+    print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
+    bandwidth = bench_roof.copy_bandwidth(args.device)
+    print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")
+    for context in args.context:
+        ours = [_measure_ours(args, num_mtp, context, bandwidth) for num_mtp in args.num_mtp]
+        if args.against != "vllm":
+            continue
+        vllm = _vllm_in_own_process(args, context)
         print(vllm.row())
-        print(f"ratio against vLLM: {ours[0].tokens_per_s / vllm.tokens_per_s:.2f}")
+        print(f"ratio against vLLM: {ours[0].tokens_per_s / vllm.tokens_per_s:.2f}", flush=True)
     return 0
 
 
-def _measure_ours(args: argparse.Namespace, num_mtp: int) -> Measured:
+def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidth: float) -> Measured:
     from tilert_ref.engine.api import SamplingParams
     from tilert_ref.engine.ref import load_engine
 
-    room = args.context + args.tokens + 2
-    engine = load_engine(args.model_dir, device=args.device, max_seq_len=room, num_mtp=num_mtp)
+    options = {"kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format, "capture": not args.eager}
+    room = context + args.tokens + 2
+    engine = load_engine(args.model_dir, device=args.device, max_seq_len=room, num_mtp=num_mtp, **options)
     sampling, stats = SamplingParams(temperature=0.0, ignore_eos=True), {}
-    first = engine.prefill(_prompt(args.context, engine.model.config.vocab_size), sampling)
+    if args.load_format == "dummy":  # nothing depends on what the rows hold
+        bench_roof.fill_cache(engine, context)
+        first = 1
+    else:
+        first = engine.prefill(_prompt(context, engine.model.config.vocab_size), sampling)
 
     def generate(count: int) -> int:
         *steps, finished = engine.decode(first, count, sampling)
@@ -93,8 +102,18 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int) -> Measured:
 
     generate(SHORT)  # warm up
     speed = decode_speed(generate, args.tokens, args.repeats)
-    note = f"acceptance length {stats['mtp_accept_mean']}" if num_mtp else ""
-    return Measured(f"tilert_ref eager, {num_mtp} draft(s)", speed, note)
+    moved = bench_roof.step_bytes(engine, context)
+    per_step = stats.get("mtp_accept_mean", 1.0)
+    share = moved * speed / per_step / bandwidth
+    note = (
+        f"{moved / 1e6:,.1f} MB a step without drafts, {100 * share:.0f}% of the copy"
+        if not num_mtp
+        else (f"acceptance length {per_step}")
+    )
+    name = f"tilert_ref {'eager' if engine.captured is None else 'captured'}, {num_mtp} draft(s), {context} tokens"
+    measured = Measured(name, speed, note)
+    print(measured.row(), flush=True)
+    return measured
 
 
 def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
@@ -102,36 +121,45 @@ def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
 
     from tilert_ref.engine.config import load_config
 
+    (context,) = args.context
+    cuda = args.device != "cpu"
     llm = LLM(
         str(args.model_dir),
         dtype="bfloat16",
-        max_model_len=args.context + args.tokens + 2,
+        max_model_len=context + args.tokens + 2,
         max_num_seqs=1,
-        enforce_eager=not args.vllm_compiled,
+        enforce_eager=not (args.vllm_compiled or cuda),  # at its best: graphs on a GPU
         enable_prefix_caching=False,
-        compilation_config=bench_plugin.CUSTOM_OPS,
+        load_format=args.load_format,
+        skip_tokenizer_init=args.load_format == "dummy",
+        **{"kv_cache_dtype": _vllm_cache_dtype(args)} if cuda else {"compilation_config": bench_plugin.CUSTOM_OPS},
     )
-    prompt = {"prompt_token_ids": _prompt(args.context, load_config(args.model_dir).vocab_size)}
+    prompt = {"prompt_token_ids": _prompt(context, load_config(args.model_dir).vocab_size)}
 
     def generate(count: int) -> int:
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         return len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
     generate(SHORT)
     return {"tokens_per_s": decode_speed(generate, args.tokens, args.repeats)}
 
 
-def _vllm_in_own_process(args: argparse.Namespace) -> Measured:
-    mode = "compiled" if args.vllm_compiled else "eager"
+def _vllm_cache_dtype(args: argparse.Namespace) -> str:
+    return "bfloat16" if args.kv_cache_dtype == "bf16" else "fp8_ds_mla"
+
+
+def _vllm_in_own_process(args: argparse.Namespace, context: int) -> Measured:
+    mode = "compiled" if args.vllm_compiled or args.device != "cpu" else "eager"
     print(f"starting vLLM ({mode}) on the same checkpoint ...", flush=True)
     command = [sys.executable, "-m", "tilert_ref.bench", "decode", str(args.model_dir), "--peer-json"]
-    command += ["--context", str(args.context), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+    command += ["--device", args.device, "--kv-cache-dtype", args.kv_cache_dtype, "--load-format", args.load_format]
+    command += ["--context", str(context), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
     command += ["--vllm-compiled"] if args.vllm_compiled else []
-    env = os.environ | bench_plugin.VLLM_ENV
+    env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return Measured(f"vLLM {mode}", json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+    return Measured(f"vLLM {mode}, {context} tokens", json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:
@@ -153,7 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     decode = what.add_parser("decode", help="batch-1 decode speed", description=__doc__.split("\n\n")[1])
     decode.add_argument("model_dir", type=Path, nargs="?", help="checkpoint; default: a tiny dsv3 one made on the spot")
     decode.add_argument("--against", choices=["vllm"], help="also run vLLM and print the ratio as the last line")
-    decode.add_argument("--context", type=int, default=128, help="prompt tokens (default 128)")
+    decode.add_argument(
+        "--context", type=int, nargs="+", default=[128], help="tokens before the answer, one or more (default 128)"
+    )
     decode.add_argument("--tokens", type=int, default=128, help="tokens of the long answer (default 128)")
     decode.add_argument("--repeats", type=int, default=3, help="takes the fastest (default 3)")
     decode.add_argument(
@@ -162,7 +192,15 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument(
         "--vllm-compiled", action="store_true", help="vLLM with torch.compile (slow start) instead of eager"
     )
-    decode.add_argument("--device", default="cpu")
+    decode.add_argument("--device", default="cpu", help="cpu (default) or cuda, for both")
+    decode.add_argument("--kv-cache-dtype", choices=["bf16", "fp8"], default="bf16", help="of both (default bf16)")
+    decode.add_argument(
+        "--load-format",
+        choices=["auto", "dummy"],
+        default="auto",
+        help="dummy: random weights, for a slice",
+    )
+    decode.add_argument("--eager", action="store_true", help="no CUDA graph on our side")
     decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")
     decode.add_argument("--peer-json", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilert_ref.engine
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, profile
 from tilert_ref.decode_server.options import resolve_profile
 from tilert_ref.engine.block_fp8 import ActivationScale
@@ -35,7 +36,7 @@ from tilert_ref.engine.weights import MlpWeights, MoeWeights, Weights, take_weig
 Table = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 GLM_52_FULL = [0, 1, *range(2, 75, 4)]  # 21 of 78; protocol.md 8.5 has the same
-PUBLISHED = Path(__file__).parent / "published"
+PUBLISHED = Path(tilert_ref.engine.__file__).parent / "published"
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 

@@ -145,7 +145,10 @@ class KVCache:
         if tensor_cores.there(keys) and self.index_dtype is torch.float8_e4m3fn:
             at = self.index_pool(layer), self.block_table, self.block_size, positions
             return tensor_cores.pointwise().write_index(*at, keys, INDEX_KEY_FLOOR)
-        codes, scales = round_index(keys, self.index_dtype, INDEX_KEY_FLOOR)
+        self.put_index(layer, positions, *round_index(keys, self.index_dtype, INDEX_KEY_FLOOR))
+
+    def put_index(self, layer: int, positions: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Stores rounded index keys: codes [T, 128] and scales [T]."""
         at = self._blocks(positions)
         for part, values in zip(self._index_parts(layer), (codes, scales[:, None]), strict=True):
             part[at] = values.contiguous().view(torch.uint8)

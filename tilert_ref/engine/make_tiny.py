@@ -422,6 +422,30 @@ def make_tiny(out: Path, arch: str, seed: int = 0, overrides: Mapping[str, Any] 
     (out / "tokenizer.json").write_text(tiny_tokenizer(specials).to_str(pretty=True), encoding="utf-8")
 
 
+SLICES = {"glm5": "glm-5-fp8.json", "glm52": "glm-5.2-fp8.json", "dsv32": "deepseek-v3.2.json"}
+"""Published models of which a few layers can be measured: name -> config.json as published (engine/published)."""
+
+
+def make_slice(out: Path, name: str, layers: int) -> None:
+    """Writes config.json of the first `layers` layers of a published model, in its real widths, into directory `out`.
+
+    No weights: the engine makes them on the device (load_format dummy), and so does vLLM. Raises ValueError.
+    """
+    if name not in SLICES:
+        raise ValueError(f"no slice {name!r}; legal: {', '.join(SLICES)}")
+    config = json.loads((Path(__file__).parent / "published" / SLICES[name]).read_text())
+    if not 1 <= layers <= config["num_hidden_layers"]:
+        raise ValueError(f"{layers} layers of {name}; legal: 1 to {config['num_hidden_layers']}")
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(out / "config.json", config | {"num_hidden_layers": layers} | _cut_lists(config, layers))
+
+
+def _cut_lists(config: Config, layers: int) -> Config:
+    """Lists with an entry for each layer, as of the kinds of indexer."""
+    whole = config["num_hidden_layers"]
+    return {key: value[:layers] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
+
+
 def _index(weights: Weights) -> Config:
     total = sum(w.nbytes for w in weights.values())
     return {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(weights), "model.safetensors")}
@@ -442,11 +466,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tilert-ref make-tiny", description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write, created if missing")
     parser.add_argument("--arch", choices=ARCHS, default="dsv3", help="model family (default: %(default)s)")
+    parser.add_argument(
+        "--slice",
+        choices=SLICES,
+        help="instead: some layers of a published model in real widths, no weights",
+    )
+    parser.add_argument("--layers", type=int, default=4, help="with --slice (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (default: %(default)s)")
     parser.add_argument(
         "--set", type=_key_value, action="append", default=[], metavar="KEY=JSON", help="change a key of config.json"
     )
     args = parser.parse_args(argv)
+    if args.slice:
+        make_slice(args.out, args.slice, args.layers)
+        print(f"{args.out}: {args.layers} layers of {args.slice}, to be loaded with dummy weights")
+        return 0
     make_tiny(args.out, args.arch, args.seed, dict(args.set))
     size = (args.out / "model.safetensors").stat().st_size
     print(f"{args.out}: {args.arch}, {size / 2e6:.1f} million weights, seed {args.seed}")

@@ -1,0 +1,61 @@
+"""What the decode bench says of a step: its bytes, and that it runs on dummy weights of a published model's shape."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilert_ref import bench, bench_roof
+from tilert_ref.engine.make_tiny import make_slice
+from tilert_ref.engine.ref import load_engine
+
+SMALL = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
+SMALL |= {"vocab_size": 500, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "index_n_heads": 4}
+
+
+def small_slice(out: Path, name: str) -> Path:
+    """The published structure in widths that a CPU runs."""
+    make_slice(out, name, 4)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | SMALL | {"eos_token_id": 1}))
+    return out
+
+
+@pytest.mark.parametrize("name", ["glm5", "dsv32"])
+def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, tmp_path: Path) -> None:
+    engine = load_engine(small_slice(tmp_path, name), max_seq_len=64, kv_cache_dtype="fp8", load_format="dummy")
+    c, layers = engine.model.config, 4
+    moe = sum(c.is_moe(layer) for layer in range(layers))
+    heads = c.num_attention_heads
+    fp8 = 128 * 256 + heads * c.qk_head_dim * 128 + 576 * 256 + 256 * heads * c.v_head_dim + 4 * 128 * 128
+    bf16 = heads * (c.qk_nope_head_dim + c.v_head_dim) * 512 + 128 * 256 + 4 * 256
+    dense, expert = 3 * 256 * 256, 3 * 128 * 256
+    matrices = layers * (fp8 + 2 * bf16) + (layers - moe) * dense
+    matrices += moe * ((c.num_experts_per_tok + 1) * expert + 2 * 16 * 256) + 2 * 500 * 256
+    rows = layers * 10 * (656 + 132)
+    assert bench_roof.step_bytes(engine, 10) == pytest.approx(matrices + rows, rel=0.01)  # norms, scales and biases
+
+
+def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    directory = small_slice(tmp_path, "glm5")
+    arguments = ["--load-format", "dummy", "--kv-cache-dtype", "fp8", "--context", "20", "40", "--tokens", "12"]
+    assert bench.main(["decode", str(directory), *arguments, "--repeats", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tilert_ref")]
+    assert [line.split("draft(s), ")[1].split(" tokens")[0] for line in lines] == ["20", "40"]
+    assert all("% of the copy" in line for line in lines)
+
+
+def test_a_filled_cache_is_legal_rows_and_keys(tmp_path: Path) -> None:
+    engine = load_engine(small_slice(tmp_path, "glm5"), max_seq_len=200, kv_cache_dtype="fp8", load_format="dummy")
+    bench_roof.fill_cache(engine, 130)
+    codes, scales = engine.cache.read_index(3, 130)
+    assert torch.isfinite(engine.cache.read(0, 130)).all()
+    assert torch.isfinite(codes * scales[:, None]).all()
+    assert (codes.abs().amax(1) > 0).all()
+
+
+@pytest.mark.parametrize(("name", "layers", "said"), [("glm4", 4, "legal: glm5"), ("glm5", 0, "legal: 1 to 78")])
+def test_slices_that_are_not_there(name: str, layers: int, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_slice(tmp_path, name, layers)
