@@ -16,7 +16,16 @@ from tilert_ref.engine.attention import (
 from tilert_ref.engine.config import YarnScaling, parse_config
 from tilert_ref.engine.make_tiny import tiny_config
 from tilert_ref.engine.moe import route
-from tilert_ref.engine.numerics import HOPPER, TORCH, KernelRounding, Kernels, SumOrder, round_kernel, vllm_kernels
+from tilert_ref.engine.numerics import (
+    HOPPER,
+    OTHER_CUDA,
+    TORCH,
+    KernelRounding,
+    Kernels,
+    SumOrder,
+    round_kernel,
+    vllm_kernels,
+)
 from tilert_ref.engine.rope import apply_rope, inverse_frequencies
 
 BF16 = torch.bfloat16
@@ -42,8 +51,11 @@ def test_round_kernel(value: float, nearest: float, truncated: float) -> None:
     assert round_kernel(x, BF16, KernelRounding.TRUNCATE).item() == truncated
 
 
-def test_kernels_by_kind_of_device() -> None:
-    assert vllm_kernels("cuda") == vllm_kernels("cuda:1") == HOPPER
+def test_kernels_by_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for hopper, kernels in ((True, HOPPER), (False, OTHER_CUDA)):
+        monkeypatch.setattr("tilert_ref.engine.tensor_cores.is_hopper", lambda _, answer=hopper: answer)
+        assert vllm_kernels("cuda") == vllm_kernels("cuda:1") == kernels
     assert vllm_kernels("cpu:0") == vllm_kernels("cpu") != HOPPER
     assert vllm_kernels("mps") == TORCH
 

@@ -69,6 +69,10 @@ HOPPER = Kernels(order=SumOrder.VLLM_HOPPER, pointwise=Pointwise.FUSED)
 """vLLM 0.26.0 on an H200 (eager, without FlashInfer's block-fp8 products)."""
 
 
+OTHER_CUDA = Kernels(pointwise=Pointwise.FUSED)
+"""vLLM on another NVIDIA GPU, as far as it is known: Hopper's roundings, torch's sums."""
+
+
 def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> torch.Tensor:
     """fp32 -> dtype by the rule. 1.00585938 (0x3f80c000) -> 1.0078125 nearest, 1.0 truncated (bf16)."""
     if rule is KernelRounding.TRUNCATE and dtype is torch.bfloat16:
@@ -79,12 +83,15 @@ def round_kernel(x: torch.Tensor, dtype: torch.dtype, rule: KernelRounding) -> t
 def vllm_kernels(device: str) -> Kernels:
     """The kernels that vLLM would use on `device` of this machine (its CPU build is chosen by instruction set).
 
-    Of GPUs only Hopper is known: other CUDA devices are taken to round like it, and where there is no vLLM of this
-    family at all (Apple's MPS, which has no float64 either) it is plain torch.
+    Of GPUs only Hopper is known, whose sums are emulated nowhere but on a CPU: other CUDA devices are taken to round
+    like it. Where there is no vLLM of this family at all (Apple's MPS, which has no float64 either) it is plain torch.
     """
     kind = torch.device(device).type
+    if kind == "cuda":
+        other = torch.cuda.is_available() and not tensor_cores.is_hopper(torch.device(device))
+        return OTHER_CUDA if other else HOPPER
     if kind != "cpu":
-        return HOPPER if kind == "cuda" else TORCH
+        return TORCH
     flags = _cpu_flags()
     if "avx512_bf16" in flags:
         return Kernels()

@@ -15,13 +15,13 @@ FEW_TOKENS = 64
 
 
 @functools.cache
-def _hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER_CAPABILITY
 
 
 def there(x: torch.Tensor) -> bool:
     """Whether x is on a Hopper GPU."""
-    return x.is_cuda and _hopper(x.device)
+    return x.is_cuda and is_hopper(x.device)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from tilert_ref.engine import vllm_hopper
 ROWS = 64  # cached rows that a program attends to, and keys that it scores
 KEY_WIDTH = 128
 INDEX_SCALES = 8192  # where the scales stand in an index page of 64 tokens (case K2)
-CHUNK = 8192  # scores that the choice keeps in registers; of more it reads them for every bit
+IN_REGISTERS = 8192  # scores of a query that one program chooses from
+CHUNK = 2048  # scores of a program where there are more
 HEADS, VALUES, TILE = 64, 256, 128  # of a program of attention: heads, values of a row that it sums, and at a time
 
 
@@ -87,18 +88,30 @@ def _rank(score):
 
 
 @triton.jit
+def _take_all(block_table, slots, length, count, lane, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """A query with no more than count tokens before it sees them all."""
+    for start in range(0, count, CHUNK):
+        p = start + lane
+        block = tl.load(block_table + p // ROWS, mask=p < length, other=0)
+        tl.store(slots + p, (block * ROWS + p % ROWS).to(tl.int32), mask=p < length)
+
+
+@triton.jit
+def _write_chosen(rank, edge, wanted, written, equal_before, p, length, block_table, slots, ROWS: tl.constexpr):
+    """Slots of all positions p above the edge, and of those on it the first ones: ascending positions."""
+    equal = ((rank == edge) & (p < length)).to(tl.int32)
+    first = equal_before + tl.cumsum(equal, 0) <= wanted
+    taken = ((rank > edge) & (p < length)) | ((equal > 0) & first)
+    order = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+    block = tl.load(block_table + p // ROWS, mask=taken, other=0)
+    tl.store(slots + order, (block * ROWS + p % ROWS).to(tl.int32), mask=taken)
+
+
+@triton.jit
 def _choice_kernel(
-    scores,
-    block_table,
-    positions,
-    slots,
-    counts,
-    capacity,
-    count,
-    ONE_CHUNK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
+    scores, block_table, positions, slots, counts, capacity, count, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):
+    """A query's scores in one program's registers."""
     t = tl.program_id(0)
     length = (tl.load(positions + t) + 1).to(tl.int32)
     lane = tl.arange(0, CHUNK)
@@ -106,10 +119,7 @@ def _choice_kernel(
     slots += t.to(tl.int64) * count
     tl.store(counts + t, tl.minimum(length, count))
     if length <= count:
-        for start in range(0, count, CHUNK):
-            p = start + lane
-            block = tl.load(block_table + p // ROWS, mask=p < length, other=0)
-            tl.store(slots + p, (block * ROWS + p % ROWS).to(tl.int32), mask=p < length)
+        _take_all(block_table, slots, length, count, lane, CHUNK, ROWS)
         return
     # The count-th highest rank, two bits at a time: the highest number that at least `count` ranks reach.
     rank = _rank(tl.load(scores + lane, mask=lane < length, other=0.0))
@@ -118,41 +128,105 @@ def _choice_kernel(
     one = tl.full((), 1, tl.uint32)
     for shift in range(30, -1, -2):
         low, middle, high = edge | (one << shift), edge | (one << (shift + 1)), edge | ((one + 2) << shift)
-        above_low = tl.zeros((CHUNK,), tl.int32)
-        above_middle, above_high = above_low, above_low
-        for start in range(0, length, CHUNK):
-            if not ONE_CHUNK:
-                p = start + lane
-                rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
-                rank = tl.where(p < length, rank, 0)
-            above_low += (rank >= low).to(tl.int32)
-            above_middle += (rank >= middle).to(tl.int32)
-            above_high += (rank >= high).to(tl.int32)
-        reached = tl.sum(above_low, 0), tl.sum(above_middle, 0), tl.sum(above_high, 0)
-        edge = tl.where(reached[0] >= count, low, edge)
-        edge = tl.where(reached[1] >= count, middle, edge)
-        edge = tl.where(reached[2] >= count, high, edge)
-    above = tl.zeros((), tl.int32)
-    for start in range(0, length, CHUNK):
-        p = start + lane
-        if not ONE_CHUNK:
-            rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
-        above += tl.sum(((rank > edge) & (p < length)).to(tl.int32), 0)
-    # All above it, and of those that are equal to it the first ones: ascending positions.
-    written = tl.zeros((), tl.int32)
-    equal_before = tl.zeros((), tl.int32)
-    for start in range(0, length, CHUNK):
-        p = start + lane
-        if not ONE_CHUNK:
-            rank = _rank(tl.load(scores + p, mask=p < length, other=0.0))
-        equal = ((rank == edge) & (p < length)).to(tl.int32)
-        first = equal_before + tl.cumsum(equal, 0) <= count - above
-        taken = ((rank > edge) & (p < length)) | ((equal > 0) & first)
-        order = written + tl.cumsum(taken.to(tl.int32), 0) - 1
-        block = tl.load(block_table + p // ROWS, mask=taken, other=0)
-        tl.store(slots + order, (block * ROWS + p % ROWS).to(tl.int32), mask=taken)
-        written += tl.sum(taken.to(tl.int32), 0)
-        equal_before += tl.sum(equal, 0)
+        reach_low = tl.sum((rank >= low).to(tl.int32), 0)
+        reach_middle = tl.sum((rank >= middle).to(tl.int32), 0)
+        reach_high = tl.sum((rank >= high).to(tl.int32), 0)
+        edge = tl.where(reach_low >= count, low, edge)
+        edge = tl.where(reach_middle >= count, middle, edge)
+        edge = tl.where(reach_high >= count, high, edge)
+    above = tl.sum((rank > edge).to(tl.int32), 0)
+    _write_chosen(rank, edge, count - above, 0, 0, lane, length, block_table, slots, ROWS)
+
+
+@triton.jit
+def _narrowed(histogram, edge, wanted, SHIFT: tl.constexpr):
+    """One digit of eight bits further: the edge's digit, and how many are wanted of those that share all of it."""
+    bins = tl.arange(0, 256)
+    held = tl.load(histogram + bins)
+    from_top = tl.cumsum(held, 0, reverse=True)
+    at = tl.sum((from_top >= wanted).to(tl.int32), 0) - 1
+    wanted -= tl.sum(tl.where(bins > at, held, 0), 0)
+    return edge | (at.to(tl.uint32) << SHIFT), wanted
+
+
+@triton.jit
+def _edge(histograms, count, DIGITS: tl.constexpr):
+    """The upper DIGITS digits of the count-th highest rank, from the histograms of the digits before."""
+    edge = tl.zeros((), tl.uint32)
+    wanted = tl.zeros((), tl.int32) + count
+    for digit in tl.static_range(DIGITS):
+        edge, wanted = _narrowed(histograms + 256 * digit, edge, wanted, 24 - 8 * digit)
+    return edge, wanted
+
+
+@triton.jit
+def _histogram_kernel(scores, positions, histograms, capacity, count, DIGIT: tl.constexpr, CHUNK: tl.constexpr):
+    """Adds a chunk's ranks that share the edge's digits so far to the histogram of the next one."""
+    t = tl.program_id(1)
+    length = (tl.load(positions + t) + 1).to(tl.int32)
+    start = tl.program_id(0) * CHUNK
+    if (length <= count) | (start >= length):
+        return
+    histograms += t * 4 * 256
+    p = start + tl.arange(0, CHUNK)
+    rank = _rank(tl.load(scores + t.to(tl.int64) * capacity + p, mask=p < length, other=0.0))
+    same = p < length
+    if DIGIT > 0:
+        edge, _ = _edge(histograms, count, DIGIT)
+        same = same & (rank >> (32 - 8 * DIGIT) == edge >> (32 - 8 * DIGIT))
+    held = tl.histogram(((rank >> (24 - 8 * DIGIT)) & 255).to(tl.int32), 256, mask=same)
+    bins = tl.arange(0, 256)
+    tl.atomic_add(histograms + 256 * DIGIT + bins, held, mask=held > 0)
+
+
+@triton.jit
+def _tally_kernel(scores, positions, histograms, tallies, capacity, count, chunks, CHUNK: tl.constexpr):
+    """How many ranks of a chunk are above the edge, and how many on it."""
+    t, chunk = tl.program_id(1), tl.program_id(0)
+    length = (tl.load(positions + t) + 1).to(tl.int32)
+    if (length <= count) | (chunk * CHUNK >= length):
+        return
+    edge, _ = _edge(histograms + t * 4 * 256, count, 4)
+    p = chunk * CHUNK + tl.arange(0, CHUNK)
+    rank = _rank(tl.load(scores + t.to(tl.int64) * capacity + p, mask=p < length, other=0.0))
+    tl.store(tallies + t * 2 * chunks + chunk, tl.sum(((rank > edge) & (p < length)).to(tl.int32), 0))
+    tl.store(tallies + (t * 2 + 1) * chunks + chunk, tl.sum(((rank == edge) & (p < length)).to(tl.int32), 0))
+
+
+@triton.jit
+def _compact_kernel(
+    scores,
+    block_table,
+    positions,
+    histograms,
+    tallies,
+    slots,
+    counts,
+    capacity,
+    count,
+    chunks,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Writes a chunk's chosen slots behind those of the chunks before it."""
+    t, chunk = tl.program_id(1), tl.program_id(0)
+    length = (tl.load(positions + t) + 1).to(tl.int32)
+    lane = tl.arange(0, CHUNK)
+    slots += t.to(tl.int64) * count
+    if chunk == 0:
+        tl.store(counts + t, tl.minimum(length, count))
+        if length <= count:
+            _take_all(block_table, slots, length, count, lane, CHUNK, ROWS)
+    if (length <= count) | (chunk * CHUNK >= length):
+        return
+    edge, wanted = _edge(histograms + t * 4 * 256, count, 4)
+    before = tl.arange(0, CHUNKS)
+    above = tl.sum(tl.load(tallies + t * 2 * chunks + before, mask=before < chunk, other=0), 0)
+    equal = tl.sum(tl.load(tallies + (t * 2 + 1) * chunks + before, mask=before < chunk, other=0), 0)
+    p = chunk * CHUNK + lane
+    rank = _rank(tl.load(scores + t.to(tl.int64) * capacity + p, mask=p < length, other=0.0))
+    _write_chosen(rank, edge, wanted, above + tl.minimum(equal, wanted), equal, p, length, block_table, slots, ROWS)
 
 
 def choose(
@@ -161,23 +235,39 @@ def choose(
     """indexer.top_positions for queries at `positions`, as cache slots: int32 [T, count] and how many of them, [T].
 
     Ascending positions, of equal scores the lowest first. A query with no more than count tokens before it sees all.
+    Up to IN_REGISTERS scores are one program's business; more are searched by many, a digit of their ranks a launch.
     """
     tokens, capacity = scores.shape
     slots = torch.empty(tokens, count, dtype=torch.int32, device=scores.device)
     counts = torch.empty(tokens, dtype=torch.int32, device=scores.device)
-    chunk = min(CHUNK, triton.next_power_of_2(capacity))
-    _choice_kernel[(tokens,)](
+    if capacity <= IN_REGISTERS:
+        chunk = triton.next_power_of_2(capacity)
+        warps = min(16, max(4, chunk // 512))
+        _choice_kernel[(tokens,)](
+            scores, block_table, positions, slots, counts, capacity, count, CHUNK=chunk, ROWS=ROWS, num_warps=warps
+        )
+        return slots, counts
+    chunks = triton.cdiv(capacity, CHUNK)
+    grid, sizes = (chunks, tokens), {"CHUNK": CHUNK, "num_warps": 4}
+    histograms = torch.zeros(tokens, 4, 256, dtype=torch.int32, device=scores.device)
+    tallies = torch.empty(tokens, 2, chunks, dtype=torch.int32, device=scores.device)
+    for digit in range(4):
+        _histogram_kernel[grid](scores, positions, histograms, capacity, count, DIGIT=digit, **sizes)
+    _tally_kernel[grid](scores, positions, histograms, tallies, capacity, count, chunks, **sizes)
+    _compact_kernel[grid](
         scores,
         block_table,
         positions,
+        histograms,
+        tallies,
         slots,
         counts,
         capacity,
         count,
-        ONE_CHUNK=chunk >= capacity,
-        CHUNK=chunk,
+        chunks,
+        CHUNKS=triton.next_power_of_2(chunks),
         ROWS=ROWS,
-        num_warps=min(32, max(4, chunk // 512)),
+        **sizes,
     )
     return slots, counts
 

@@ -86,7 +86,7 @@ def _fp8_kernel(
         tl.atomic_xchg(mine, 0)
         for b in range(0, blocks, AT_ONCE):  # loads first, so that they don't wait for one another
             for i in tl.static_range(AT_ONCE):
-                there = inside & (b + i < blocks)
+                there = inside & (b + i + tl.zeros_like(at) < blocks)
                 total += tl.load(partials + (b + i) * plane + at, mask=there, other=0.0, cache_modifier=".cg")
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
