@@ -65,7 +65,12 @@ REASONS = (
     Reason("invalid_seq_len", ("rid", "detail"), "seq_len below 1", OURS),
     Reason("unknown_rank", ("rid", "rank", "detail"), "the rank is none of the senders'", OURS),
     Reason("unsupported_kv_scales", ("rid", "detail"), "a scale other than 1.0: no row format here has them", OURS),
-    Reason("geometry_mismatch", ("rid", "detail"), "`tilert_ref` is missing or does not fit the layout", OURS),
+    Reason(
+        "geometry_mismatch",
+        ("rid", "detail"),
+        "`tilert_ref` does not fit, or a layout that a model defines has none",
+        OURS,
+    ),
     Reason("mismatch", ("rid", "rank", "detail"), "another seq_len or last_prompt_token than the first rank's", OURS),
     Reason("secret_required", ("detail",), "instead of the second hello: what came is no challenge", OURS),
     Reason("wrong_secret", ("detail",), "instead of the second hello: the challenge's proof is wrong", OURS),
