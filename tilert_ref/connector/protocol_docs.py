@@ -210,8 +210,17 @@ _OURS: dict[str, dict[str, str]] = {
 }
 
 TILERT_DECODE_FIELDS = frozenset(
-    ("rid", "first_token_id", "max_tokens", "sampling", "timeout_s", "stream")
-    + ("grammar_spec", "enable_thinking", "top_logprobs")
+    (
+        "rid",
+        "first_token_id",
+        "max_tokens",
+        "sampling",
+        "timeout_s",
+        "stream",
+        "grammar_spec",
+        "enable_thinking",
+        "top_logprobs",
+    )
 )
 HTTP_EXTENSIONS = (
     ("POST /pd/decode", "queue", "take the request behind the current one, if a receive slot is free, instead of 429"),
