@@ -162,6 +162,12 @@ def _(desk: Desk, state: str) -> Event:
     return says(desk, "c", "y")
 
 
+@scene("7c")
+def _(desk: Desk, _: str) -> Event:
+    desk.now = UNCLAIMED_GRACE_S - 0.1
+    return says(desk, "c", "y")
+
+
 @scene("7a")
 def _(desk: Desk, _: str) -> Event:
     return says(desk, "c", "y")
@@ -233,6 +239,14 @@ def stale(desk: Desk, state: str, event: Callable[[str], Event]) -> Event:
 def _(desk: Desk, _: str) -> Event:
     desk.connect("c")
     return DoneReceived("c", Done(done=True, rid="z", rank=0, generation=1))
+
+
+@scene("9b")
+def _(desk: Desk, state: str) -> Event:
+    if state == TRANSFERRING:  # a right done would complete the request
+        desk.announce("h1", "z", rank=1)
+        desk.done("h1")
+    return DoneReceived("h", Done(done=True, rid="z", rank=1, generation=1))
 
 
 @scene("10")

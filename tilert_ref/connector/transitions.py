@@ -116,6 +116,7 @@ ROWS = (
     ),
     Row("6", Announced, (TRANSFERRING,), "rid's own slot otherwise", ("accept",), effect="one more writer"),
     Row("7", Announced, TAKEN, "another rid's slot, not to be taken", _refused("busy")),
+    Row("7c", Announced, (COMPLETE,), "another rid's slot, complete for less than 2 s", _refused("busy"), source=OURS),
     Row(
         "7a",
         Announced,
@@ -158,7 +159,8 @@ ROWS = (
         "8c", Announced, (FREE,), "another slot was offered; `any_slot`", ("accept elsewhere",), TRANSFERRING, "", OURS
     ),
     Row("9", DoneReceived, ANY, "what was accepted is over", ("close",)),
-    Row("9a", DoneReceived, ANY, "nothing was accepted, or done does not repeat it", ("close",), source=OURS),
+    Row("9a", DoneReceived, ANY, "nothing was accepted", ("close",), source=OURS),
+    Row("9b", DoneReceived, TAKEN, "done does not repeat what was accepted", ("close",), source=OURS),
     Row("10", DoneReceived, (CANCELLING,), "", ("close",)),
     Row(
         "10a",
