@@ -24,6 +24,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tilert_ref.connector import prefill_connector
+from tilert_ref.connector.settings import SettingsError
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 BLOCK = 16
@@ -123,3 +126,11 @@ def test_why_a_request_was_refused_is_in_its_reply(core: Core) -> None:
     assert emitted == ["good"]
     why = "tilert_host 'elsewhere' is not in tilert_allowed_hosts (decode); list it there, or '*' for no limit"
     assert core.outcomes == {"good": None, "bad": {"tilert_error": why}}
+
+
+def test_a_vllm_that_saves_before_its_draft_model_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edge 9: the MTP rows of the prompt's last chunk would be those of an earlier step."""
+    prefill_connector._check_deferred_finalize()
+    monkeypatch.delattr(prefill_connector.KVConnectorModelRunnerMixin, "finalize_kv_connector")
+    with pytest.raises(SettingsError, match="before the draft model runs"):
+        prefill_connector._check_deferred_finalize()
