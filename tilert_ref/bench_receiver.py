@@ -28,13 +28,17 @@ MODELS = {"tiny-glm5": TINY_GLM5, "tiny-dsv3": model_profile(3, False, False)}
 
 
 class Receiver:
-    """The process, as its owner sees it. tokens: of each of its `slots` slots. row_format: by name."""
+    """The process, as its owner sees it.
+
+    tokens: of each of its `slots` slots. row_format: by name. address: of the first slot.
+    """
 
     def __init__(self, model: str, row_format: str, tokens: int, slots: int = 1) -> None:
         command = [sys.executable, "-m", "tilert_ref.bench_receiver", model, row_format, str(tokens), str(slots)]
         env = os.environ | {"UCX_NET_DEVICES": "lo"}
         self._process = subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.port = int(self._answer()["port"])
+        ready = self._answer()
+        self.port, self.address, self.pid = ready["port"], ready["address"], self._process.pid
 
     def expect(self, rids: list[str]) -> None:
         """Returns when the receiver is about to wait for the first of them."""
@@ -89,7 +93,7 @@ def _main(model: str, format_name: str, tokens: str, slots: str) -> None:
     server = ReceiveServer(layout, buffer, make_transport("nixl", HOST), HOST, 0)
     server.start()
     done_at = _watch_done()
-    _print({"port": server.port})
+    _print({"port": server.port, "address": buffer.data_ptr()})
     for line in sys.stdin:
         message = json.loads(line)
         if "checksum" in message:
