@@ -1,4 +1,4 @@
-"""`tilert-ref bench`: decode speed side by side with vLLM, and what loading our plugin costs vLLM's prefill.
+"""`tilert-ref bench`: decode speed side by side with vLLM; a handoff against memcpy; what our plugin costs prefill.
 
 decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
 between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything; on a GPU
@@ -6,6 +6,8 @@ vLLM runs with its graphs. A few layers of a published model in real widths: `ti
 then `tilert-ref bench decode DIR --load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
 
 plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
+
+handoff: a prompt's KV over NIXL against memcpy, and what taking it out of vLLM adds to prefill.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilert_ref import bench_plugin, bench_roof
+from tilert_ref import bench_handoff, bench_plugin, bench_roof
 
 SHORT = 8  # tokens of the short answer that is subtracted
 
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         args.model_dir = args.model_dir or _tiny(Path(scratch))
+        if args.what == "handoff":
+            return bench_handoff.run(args)
         if args.what == "plugin":
             return bench_plugin.run(args)
         if args.peer_json:  # the vLLM half, started by the other half in its own process
@@ -178,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tilert-ref bench", description=__doc__.split("\n\n")[0])
     what = parser.add_subparsers(dest="what", required=True)
     bench_plugin.add_parser(what)
+    bench_handoff.add_parser(what)
     decode = what.add_parser("decode", help="batch-1 decode speed", description=__doc__.split("\n\n")[1])
     decode.add_argument("model_dir", type=Path, nargs="?", help="checkpoint; default: a tiny dsv3 one made on the spot")
     decode.add_argument("--against", choices=["vllm"], help="also run vLLM and print the ratio as the last line")

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ def nixl_version() -> str | None:
 class _Write:
     """One `write` call as the owner thread sees it."""
 
-    batches: Iterator[list[Copy]]
+    waiting: deque[list[Copy]]  # batches
     meta: bytes
     device: int
     settled: "Future[None]" = field(default_factory=Future)  # done when no byte moves any more; raises if it failed
@@ -101,7 +102,7 @@ class NixlTransport:
         """One-sided writes cannot be refused."""
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
-        write = _Write(_batches(copies), *_remote_meta(hello_meta))
+        write = _Write(deque(_batches(copies)), *_remote_meta(hello_meta))
         self._submit(lambda: self._writes.append(write))
         try:
             write.settled.result(timeout=max(0.0, deadline - time.monotonic()))
@@ -157,6 +158,7 @@ class NixlTransport:
             if command is None:
                 break
             command()
+            self._poll_writes()  # a new write starts now, not after the pause
             pause = POLL_MIN_S
         self._shut_down()
 
@@ -208,17 +210,18 @@ class NixlTransport:
         return any(moved)
 
     def _advance(self, write: _Write) -> bool:
+        """Takes the write as far as it goes without waiting. A write that was posted and is over at once (CMA) leaves
+        its next batch to the next call, so that it does not hold up the others, and settles if there is none."""
         try:
             if write.handle is not None:
                 state = self._agent.check_xfer_state(write.handle)
                 if state == "PROC":
                     return False
                 self._finish_batch(write, state)
-            batch = None if write.abandoned else next(write.batches, None)
-            if batch is None:
+            if not write.abandoned and write.waiting:
+                self._post(write, write.waiting.popleft())
+            if write.handle is None and (write.abandoned or not write.waiting):
                 self._settle(write, None)
-            else:
-                self._post(write, batch)
         except Exception as error:  # as in _call
             self._release(write)
             if not self._in_use(write.meta):
