@@ -1,7 +1,7 @@
 """A decode engine whose answer is a checksum of every plane it was given: `--engine fault_engine:load_engine`.
 
 Token 0 is the prefill's, then one token a plane. The first token says how many ms each step takes, and each layer of
-the injection. Every decode is noted in the file $FAULT_LOG, by its rid.
+the injection. Every decode is noted in the file $FAULT_LOG, by its rid and this process's number.
 """
 
 import os
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from tilert_ref.engine.api import Capabilities, Finished, PromptKV, SamplingParams, Token
-
-LAYERS, PLANES = 3, 3
 
 
 def checksum(plane: torch.Tensor) -> int:
@@ -31,7 +29,7 @@ class ChecksumEngine:
 
     def inject(self, kv: PromptKV) -> None:
         with open(os.environ["FAULT_LOG"], "a") as log:
-            log.write(kv.rid + "\n")
+            log.write(f"{kv.rid} {os.getpid()}\n")
         for layer in kv.layers:
             self.tokens += [checksum(plane) for plane in (layer.latent, layer.rope, layer.index_pages)]
             time.sleep(kv.last_prompt_token / 1000)

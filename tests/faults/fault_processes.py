@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from tilert_ref.decode_server.options import parse_options
 TESTS = Path(__file__).parent
 ROOT = TESTS.parents[1]
 MODEL = ROOT / "tilert_ref/tiny/models/tiny-dsv32"
+ENVIRONMENT: dict[str, str] = {}
 RANKS = 2
 MAX_SEQ_LEN = 512
 REQUEST_TIMEOUT_S = 6.0
@@ -53,7 +55,7 @@ def plane_bytes(key: int, layer: int, plane: int, nbytes: int) -> torch.Tensor:
 
 def start(target: Any, log: Path, *arguments: Any) -> multiprocessing.process.BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_main, args=(target, str(log), *arguments))
+    process = context.Process(target=_main, args=(target, str(log), ENVIRONMENT, *arguments))
     process.start()
     return process
 
@@ -61,19 +63,22 @@ def start(target: Any, log: Path, *arguments: Any) -> multiprocessing.process.Ba
 def prepare(directory: Path) -> None:
     """Before the first start: the environment that all processes get."""
     path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    own = {"PYTHONPATH": path, "TMPDIR": str(directory), "FAULT_LOG": str(directory / "decodes.log")}
-    os.environ |= own | {"OMP_NUM_THREADS": "1", "UCX_NET_DEVICES": "lo"}
+    ENVIRONMENT.update(PYTHONPATH=path, TMPDIR=str(directory), FAULT_LOG=str(directory / "decodes.log"))
+    ENVIRONMENT.update(OMP_NUM_THREADS="1", UCX_NET_DEVICES="lo")
+    os.environ.update(ENVIRONMENT)  # the fork server's own, which has that of the first start for good
     modules = ["torch", "tilert_ref.decode_server.server", "tilert_ref.router.pd_router", "tilert_ref.connector.sender"]
     multiprocessing.get_context("forkserver").set_forkserver_preload([*modules, "fault_processes"])
 
 
-def _main(target: Any, log: str, *arguments: Any) -> None:
+def _main(target: Any, log: str, environment: dict[str, str], *arguments: Any) -> None:
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the fork server's, looked up when it was started
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with the injector
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     target(*arguments)
     os._exit(0)
 

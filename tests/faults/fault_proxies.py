@@ -116,9 +116,7 @@ class ControlProxy(Proxy):
     async def down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._frames(reader, writer, ("hello", "reply"))
 
-    async def _frames(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: tuple[str, str]
-    ) -> None:
+    async def _frames(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: tuple[str, str]) -> None:
         for step in [*steps, "later"]:
             head = await reader.readexactly(4)
             frame = head + await reader.readexactly(int.from_bytes(head))

@@ -175,6 +175,8 @@ class World:
 
     @staticmethod
     def _engine_ready(node: Node) -> bool:
+        if not node.process.is_alive():
+            raise RuntimeError(f"the decode server ended: {node.log.read_text()[-2000:]}")
         engine = node.get("/health").get("engine", {})
         node.engine = engine.get("pid") or 0
         return engine.get("state") == "ready"
@@ -336,9 +338,7 @@ class World:
         for layer in range(self.layout.profile.num_layers):
             for index, plane in enumerate(PLANES):
                 tokens.append(
-                    checksum(
-                        processes.plane_bytes(ask.key, layer, index, self.layout.layer_bytes(plane, ask.seq_len))
-                    )
+                    checksum(processes.plane_bytes(ask.key, layer, index, self.layout.layer_bytes(plane, ask.seq_len)))
                 )
         return tokens[: ask.max_tokens]
 
@@ -416,9 +416,14 @@ class World:
                     grown.append(f"process {pid}: {known} -> {now}")
         return ", ".join(grown)
 
+    def decodes(self) -> list[int]:
+        """How many requests each node has decoded."""
+        engines = [line.split()[1] for line in (self.directory / "decodes.log").read_text().splitlines()]
+        return [engines.count(str(node.engine)) for node in self.nodes]
+
     def _decoded_twice(self) -> list[str]:
         log = self.directory / "decodes.log"
-        rids = log.read_text().split() if log.exists() else []
+        rids = log.read_text().split()[::2] if log.exists() else []
         log.write_text("")
         return [f"decoded twice: {rid}" for rid in set(rids) if rids.count(rid) > 1]
 

@@ -155,6 +155,32 @@ class Machine(RuleBasedStateMachine):
         for rank in ranks[: len(self.senders)]:
             self.connect(rid, rank, 0, any_slot, 12)
 
+    @rule(rid=RIDS, any_slot=st.booleans())
+    def serve(self, rid: str, any_slot: bool) -> None:
+        """A whole request, up to the moment at which its consumer reads the slot."""
+        self.expect(rid)
+        self.transfer(rid, [0, 1, 2], any_slot)
+        self.look(rid)
+
+    @rule(rid=RIDS, ranks=st.permutations(range(3)), any_slot=st.booleans())
+    def begin(self, rid: str, ranks: list[int], any_slot: bool) -> None:
+        """A request whose last rank is at its first write, which is under way."""
+        self.expect(rid)
+        *others, last = ranks[: len(self.senders)]
+        for rank in others:
+            self.connect(rid, rank, 0, any_slot, 12)
+        self.connect(rid, last, 0, any_slot, 3)
+
+    @precondition(lambda self: self.flying)
+    @rule(pick=PICK, rid=RIDS)
+    def cancel_and_serve(self, pick: int, rid: str) -> None:
+        """A request is given up while it is written, another one, or itself again, is served; then a write lands."""
+        link = self.flying[pick % len(self.flying)]
+        self.release(link.announce.rid)
+        self.serve(rid, True)
+        if link.flying:
+            self.land(link, 0)
+
     @precondition(lambda self: self.links)
     @rule(pick=PICK, steps=st.integers(1, 12))
     def progress(self, pick: int, steps: int) -> None:
@@ -261,7 +287,7 @@ class Machine(RuleBasedStateMachine):
             case "swap":
                 link.frames.reverse()
             case "cut short":
-                link.frames[0] = link.frames[0][: other % len(link.frames[0])]
+                link.frames[0] = link.frames[0][: 1 + other % len(link.frames[0])]
 
     @precondition(lambda self: self.said and self.links)
     @rule(pick=PICK, other=PICK)
@@ -269,7 +295,8 @@ class Machine(RuleBasedStateMachine):
         """A done of another generation or rank comes in on a connection."""
         link, (source, frame) = self.picked(pick), self.said[other % len(self.said)]
         if link.accept is None or source.bytes_of(source.told) != link.bytes_of(link.accept):
-            link.frames.append(frame)
+            link.frames.insert(0, frame)
+            self.step(link)
 
     @precondition(lambda self: any(link.reply for link in self.links))
     @rule(pick=PICK)
@@ -404,15 +431,15 @@ class Machine(RuleBasedStateMachine):
         through side by side, and afterwards every slot is free."""
         if not hasattr(self, "admission"):
             return
+        self.late = 0.0
+        for rid in "abc":
+            self.release(rid)
         for link in list(self.links):
             link.open, link.frames = False, []
             self.see_end(link)
             if link.settles is not None:
                 self.now = max(self.now, link.settles)
                 self.closed(link)
-        for rid in "abc":
-            self.release(rid)
-        self.late = 0.0
         states = {slot["state"] for slot in self.admission.snapshot(self.now)["slots"]}
         assert states == {"FREE"}, states
         self.now += TIMEOUT_S
@@ -435,41 +462,44 @@ Machine.TestCase.settings = settings(
 TestFaultyHandoff = Machine.TestCase
 
 MUTANTS = {
-    "a slot with writers is given away": ("if slot.writers or slot.claimed:", "if slot.claimed:"),
-    "a slot that is read is given away": ("if slot.writers or slot.claimed:", "if slot.writers:"),
-    "a complete record is given away at once": ("return slot.rid not in self._expected and", "return True or"),
-    "release frees a slot with writers": (
-        "if not slot.writers:\n                self._slots",
-        "if True:\n                self._slots",
-    ),
-    "done of any generation counts": (
-        "return next((slot for slot in self._slots if slot and slot.generation == accept.generation), None)",
-        "return self._find(accept.rid)",
-    ),
-    "done need not repeat what was accepted": ("accept is None or not _repeats(done, accept)", "accept is None"),
-    "one rank completes a request": ("slot.done_ranks >= self._senders", "slot.done_ranks"),
-    "a record completes again": ("if slot.state is State.TRANSFERRING and slot.done", "if slot.done"),
-    "ranks may disagree about the prompt": ("if first != got:", "if False:"),
-    "accept does not say that the slot is another one": ("None if index == peer.offered else index", "None"),
-    "a cancelled slot is never freed": ("if slot.state is State.CANCELLING and not slot.writers:", "if False:"),
-    "a released request may be joined": (
-        "if slot.state is State.CANCELLING:\n            return Reject",
-        "if False:\n            return Reject",
-    ),
-    "a claim is not noted": ("slot.claimed = True", "pass"),
-    "a request gets a slot beside the one that it has": ("if (slot := self._find(rid)) is not None:", "if False:"),
+    "a slot with writers is given away": [("if slot.writers or slot.claimed:", "if slot.claimed:")],
+    "a slot that is read is given away": [
+        ("if slot.writers or slot.claimed:", "if slot.writers:"),
+        ("return slot.rid not in self._expected and", "return"),
+    ],
+    "a complete record is given away at once": [("return slot.rid not in self._expected and", "return True or")],
+    "release frees a slot with writers": [
+        ("if not slot.writers:\n                self._slots", "if True:\n                self._slots")
+    ],
+    "what a stale connection says counts": [
+        (
+            "return next((slot for slot in self._slots if slot and slot.generation == accept.generation), None)",
+            "return self._find(accept.rid)",
+        )
+    ],
+    "done need not repeat what was accepted": [("accept is None or not _repeats(done, accept)", "accept is None")],
+    "one rank completes a request": [("slot.done_ranks >= self._senders", "slot.done_ranks")],
+    "a record completes again": [("if slot.state is State.TRANSFERRING and slot.done", "if slot.done")],
+    "ranks may disagree about the prompt": [("if first != got:", "if False:")],
+    "accept does not say that the slot is another one": [("None if index == peer.offered else index", "None")],
+    "a cancelled slot is never freed": [("if slot.state is State.CANCELLING and not slot.writers:", "if False:")],
+    "a request gets a second slot": [("if (slot := self._find(rid)) is not None:", "if False:")],
+    "a connection's end is forgotten": [("slot.leave(conn, self._now)\n        if slot.state", "if slot.state")],
 }
+"""One rule of admission broken at a time: what stands there, and what instead. (That a claim alone protects a slot
+can't be seen: its consumer expects the request, which protects it too.)"""
 
 
 @pytest.mark.skipif(not SOAK, reason="only shows that the machine above finds faults; TILERT_REF_SOAK=1 runs it")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_rule_of_admission_is_found(name: str) -> None:
-    right, wrong = MUTANTS[name]
     source = inspect.getsource(admission)
-    assert source.count(right) == 1, "admission.py has changed: write the mutant anew"
+    for right, wrong in MUTANTS[name]:
+        assert source.count(right) == 1, "admission.py has changed: write the mutant anew"
+        source = source.replace(right, wrong)
     mutant = ModuleType("mutant")
     sys.modules["mutant"] = mutant  # dataclasses look their module up
-    exec(source.replace(right, wrong), vars(mutant))
+    exec(source, vars(mutant))
 
     class Broken(Machine):
         make_admission = mutant.Admission

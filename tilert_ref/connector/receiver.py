@@ -45,7 +45,7 @@ from tilert_ref.connector.admission import (
     Reply,
 )
 from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
-from tilert_ref.connector.codec import Accept
+from tilert_ref.connector.codec import MAX_REASON, Accept, Done
 from tilert_ref.connector.guests import Full, Guests
 from tilert_ref.connector.handshake import greet
 from tilert_ref.connector.layout import BufferLayout
@@ -307,16 +307,29 @@ class ReceiveServer:
             accepted = isinstance(reply, Accept)
             connection.send(reply, time.monotonic() + REPLY_TIMEOUT_S)
             if accepted:
-                done = connection.done(self._done_deadline())
-                self._apply(DoneReceived(conn, done))
-                finished = done.done
+                finished = self._take_done(conn, connection, reply)
         finally:
             if accepted and not finished and not self._transport.fenced:
+                connection.await_end()  # as long as its sender has it open, its writes may be going on
                 self._closing.wait(SETTLE_S)
             with self._changed:
                 self._connections.pop(conn, None)
                 self._apply(Closed(conn))
             connection.close()
+
+    def _take_done(self, conn: int, connection: wire.Connection, accept: Accept) -> bool:
+        """Whether the accepted sender is done. What can't be understood fails its request, but says nothing about its
+        writes: such a connection goes on to count as one that writes."""
+        try:
+            done = connection.done(self._done_deadline())
+            if (done.rid, done.rank, done.generation) != (accept.rid, accept.rank, accept.generation):
+                got = f"{done.rid!r}, rank {done.rank}, generation {done.generation}"
+                raise codec.ProtocolError(f"done names {got}; accepted was generation {accept.generation}")
+        except codec.ProtocolError as error:
+            logger.warning("rank %d of %r: %s", accept.rank, accept.rid, error)
+            done = Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=str(error)[:MAX_REASON])
+        self._apply(DoneReceived(conn, done))
+        return done.done
 
     def _check_announce(self, connection: wire.Connection, announce: codec.Announce) -> None:
         """Counts the connection as busy. Raises ProtocolError for lengths that admission doesn't look at."""
