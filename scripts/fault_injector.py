@@ -61,16 +61,19 @@ def summary(first: int, reports: dict[int, Report], started: float, seconds: flo
     answers = Counter(answer for report in reports.values() for answer in report.answers)
     faults = Counter(_kind(fault) for report in reports.values() for fault in report.happened)
     restarts = Counter(name for report in reports.values() for name in report.restarted)
+    settled = sorted(report.settled_s for report in reports.values())
     wrong = {seed: report.wrong for seed, report in reports.items() if report.wrong}
     for title, counter in (("answers", answers), ("faults", faults), ("restarts", restarts)):
         print(f"\n{title}")
         for name, count in counter.most_common():
             print(f"  {count:6}  {name}")
-    print(f"\n{len(reports)} runs from seed {first} in {seconds:.0f} s (start {started} s): {len(wrong)} with findings")
+    print(f"\nall as before within {settled[-1]} s, median {settled[len(settled) // 2]} s")
+    print(f"{len(reports)} runs from seed {first} in {seconds:.0f} s (start {started} s): {len(wrong)} with findings")
     return {
         "seeds": [first, first + len(reports) - 1],
         "seconds": round(seconds, 1),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "settled_s": {"median": settled[len(settled) // 2], "max": settled[-1]},
         "requests": sum(answers.values()),
         "answers": dict(answers.most_common()),
         "faults": dict(faults.most_common()),

@@ -471,12 +471,6 @@ MUTANTS = {
     "release frees a slot with writers": [
         ("if not slot.writers:\n                self._slots", "if True:\n                self._slots")
     ],
-    "what a stale connection says counts": [
-        (
-            "return next((slot for slot in self._slots if slot and slot.generation == accept.generation), None)",
-            "return self._find(accept.rid)",
-        )
-    ],
     "done need not repeat what was accepted": [("accept is None or not _repeats(done, accept)", "accept is None")],
     "one rank completes a request": [("slot.done_ranks >= self._senders", "slot.done_ranks")],
     "a record completes again": [("if slot.state is State.TRANSFERRING and slot.done", "if slot.done")],
@@ -486,8 +480,9 @@ MUTANTS = {
     "a request gets a second slot": [("if (slot := self._find(rid)) is not None:", "if False:")],
     "a connection's end is forgotten": [("slot.leave(conn, self._now)\n        if slot.state", "if slot.state")],
 }
-"""One rule of admission broken at a time: what stands there, and what instead. (That a claim alone protects a slot
-can't be seen: its consumer expects the request, which protects it too.)"""
+"""One rule of admission broken at a time: what stands there, and what instead. Two rules can't be broken alone: a claim
+protects a slot, but so does its consumer's Expected; a connection knows its generation, but its slot has no other one
+as long as it is open."""
 
 
 @pytest.mark.skipif(not SOAK, reason="only shows that the machine above finds faults; TILERT_REF_SOAK=1 runs it")
