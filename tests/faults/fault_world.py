@@ -155,6 +155,12 @@ class World:
         eventually(lambda: self._router_up(), "the router is up", START_S)
         return started
 
+    def _revived(self) -> list[str]:
+        try:
+            return self.revive()
+        except RuntimeError:  # it was not dead yet when it was looked at
+            return self.revive()
+
     def _start_rank(self, number: int) -> None:
         from multiprocessing import get_context
 
@@ -278,7 +284,7 @@ class World:
         report.happened = [str(fault) for fault in self.steps.happened]
         ended = time.monotonic()
         try:
-            report.restarted = self.revive()
+            report.restarted = self._revived()
             report.wrong += self.settle()
         except (TimeoutError, RuntimeError) as error:
             report.wrong.append(str(error))
