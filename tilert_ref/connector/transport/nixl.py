@@ -75,8 +75,8 @@ class NixlTransport:
     def __init__(self, *, receiver: bool = True) -> None:
         self._receiver = receiver
         self._regions = Regions()
-        # Not SimpleQueue: its get with a short timeout can wait for ever (seen with CPython 3.11, once in thousands), and
-        # a write would rest until the next command.
+        # Not SimpleQueue: its get with a short timeout can wait for ever (seen with CPython 3.11, once in thousands of
+        # puts), and a write would rest until the next command.
         self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
