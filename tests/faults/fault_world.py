@@ -100,6 +100,7 @@ class World:
         self.router: Any = None
         self.rids: dict[int, str] = {}  # key -> rid
         self.fds: dict[int, int] = {}  # pid -> descriptors after its first run
+        self._killed: list[psutil.Process] = []
         self._log = 0
 
     def __enter__(self) -> Self:
@@ -130,18 +131,18 @@ class World:
     def revive(self) -> list[str]:
         """Starts what is not running; returns when all of it serves."""
         started = []
-        fresh = [node for node in self.nodes if node.process is None or not node.process.is_alive()]
+        fresh = [node for node in self.nodes if not _running(node.process)]
         for node in fresh:
             self._reap(node.process)
             self._log += 1
             log = self.directory / f"decode{self._log}"
             node.process, node.log = processes.start(processes.decode_server, log), log
         for number, process in enumerate(self.ranks):
-            if process is None or not process.is_alive():
+            if not _running(process):
                 self._reap(process)
                 started.append(f"rank{number}")
                 self._start_rank(number)
-        if self.router is None or not self.router.is_alive():
+        if not _running(self.router):
             self._reap(self.router)
             started.append("router")
             specs = [node.spec for node in self.nodes]
@@ -154,12 +155,6 @@ class World:
             eventually(lambda node=node: self._engine_ready(node), "the engine is ready", START_S)
         eventually(lambda: self._router_up(), "the router is up", START_S)
         return started
-
-    def _revived(self) -> list[str]:
-        try:
-            return self.revive()
-        except RuntimeError:  # it was not dead yet when it was looked at
-            return self.revive()
 
     def _start_rank(self, number: int) -> None:
         from multiprocessing import get_context
@@ -182,7 +177,7 @@ class World:
 
     @staticmethod
     def _engine_ready(node: Node) -> bool:
-        if not node.process.is_alive():
+        if not _running(node.process):
             raise RuntimeError(f"the decode server ended: {node.log.read_text()[-2000:]}")
         engine = node.get("/health").get("engine", {})
         node.engine = engine.get("pid") or 0
@@ -252,8 +247,9 @@ class World:
             await asyncio.to_thread(_call, self.nodes[0].http.target, "POST", "/pd/cancel", {"rid": rid}, 2.0)
             return
         pid = self.pid(fault.target)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if fault.what == "kill":
+                self._killed.append(psutil.Process(pid))
                 os.kill(pid, signal.SIGKILL)
             else:
                 os.kill(pid, signal.SIGSTOP)
@@ -284,7 +280,7 @@ class World:
         report.happened = [str(fault) for fault in self.steps.happened]
         ended = time.monotonic()
         try:
-            report.restarted = self._revived()
+            report.restarted = self.revive()
             report.wrong += self.settle()
         except (TimeoutError, RuntimeError) as error:
             report.wrong.append(str(error))
@@ -300,6 +296,9 @@ class World:
         names = ("router", "decode", "engine", "rank0", "rank1")
         for name in names:
             self._resume(self.pid(name))
+        # A killed process counts as alive for a moment; what is revived must not be mistaken.
+        await asyncio.to_thread(eventually, lambda: all(map(_dead, self._killed)), "killed processes end", 10)
+        self._killed = []
 
     def ask_all(self, asks: list[Ask]) -> list[Answer]:
         answers = [Answer() for _ in asks]
@@ -435,6 +434,20 @@ class World:
         rids = log.read_text().split()[::2] if log.exists() else []
         log.write_text("")
         return [f"decoded twice: {rid}" for rid in set(rids) if rids.count(rid) > 1]
+
+
+def _running(process: Any) -> bool:
+    """Started, and not killed. The fork server reports the end of a process a moment later, through `is_alive`."""
+    try:
+        return process is not None and process.is_alive() and not _dead(psutil.Process(process.pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _dead(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return True
 
 
 def _stuck(node: Node) -> str:
