@@ -181,7 +181,7 @@ class World:
             raise RuntimeError(f"the decode server ended: {node.log.read_text()[-2000:]}")
         engine = node.get("/health").get("engine", {})
         node.engine = engine.get("pid") or 0
-        return engine.get("state") == "ready"
+        return engine.get("state") == "ready" and _lives(node.engine)
 
     def _router_up(self) -> bool:
         return _call(self.router_port, "GET", "/health", None, 3.0)[1].get("status") == "ok"
@@ -391,6 +391,9 @@ class World:
         return [self.router.pid, *nodes, *(process.pid for process in self.ranks)]
 
     def _strangers(self) -> str:
+        for node in self.nodes:
+            if not self._engine_ready(node):
+                return "an engine is being restarted"
         known = set(self._ours())
         left = []
         for child in psutil.Process().children(recursive=True):
@@ -438,16 +441,18 @@ class World:
 
 def _running(process: Any) -> bool:
     """Started, and not killed. The fork server reports the end of a process a moment later, through `is_alive`."""
-    try:
-        return process is not None and process.is_alive() and not _dead(psutil.Process(process.pid))
-    except psutil.NoSuchProcess:
-        return False
+    return process is not None and process.is_alive() and _lives(process.pid)
+
+
+def _lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and not _dead(psutil.Process(pid))
 
 
 def _dead(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    try:
         return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return True
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _stuck(node: Node) -> str:
