@@ -123,6 +123,8 @@ class World:
         self.vllm_port = self._call(self._listen())
         self.router_port = processes.free_port()
         self.revive()
+        if failed := self._probe():  # the first handoff of a sender starts its NIXL
+            raise TimeoutError(failed[0])
 
     async def _listen(self) -> int:
         server = await asyncio.start_server(self._vllm, "127.0.0.1", 0)
@@ -202,6 +204,7 @@ class World:
             if pipe is not None:
                 pipe.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
         os.environ.clear()
         os.environ.update(self._environment)
         shutil.rmtree(self.directory, ignore_errors=True)
