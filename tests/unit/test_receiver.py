@@ -231,7 +231,7 @@ def test_done_that_does_not_repeat_the_accept_completes_nothing(server: ReceiveS
     client = Client.of(server)
     client.done(client.announce(announce()), **change)
     assert client.closed()
-    with pytest.raises(HandoffFailed, match="ended before it was done"):
+    with pytest.raises(HandoffFailed, match="rank 0: done names"):
         server.wait("r", 20, NEVER)
     hand_off(server, announce())  # the rank may come again
     assert server.wait("r", 20, NEVER).rid == "r"
@@ -391,6 +391,25 @@ def test_a_foreign_sender_may_still_write_when_its_connection_is_gone(monkeypatc
         assert server.health()["slot"]["state"] == "CANCELLING"
         eventually(lambda: server.health()["slot"]["state"] == "FREE")
         assert time.monotonic() - began >= 1.0
+
+
+@pytest.mark.parametrize("frame", [b"\x00\x00\x00\x02{}", b"\xff\xff\xff\xff", b"\x00\x00\x00\x04\xff\xff\xff\xff"])
+def test_a_sender_that_is_not_understood_keeps_its_slot_while_it_is_connected(
+    frame: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be writing: only the end of its connection says that it is not."""
+    monkeypatch.setattr(receiver, "SETTLE_S", 0.05)
+    with serving(transport=Unfenced(make_transport("zmq", "127.0.0.1"))) as server:
+        client = Client.of(server)
+        assert isinstance(client.announce(announce("a")), Accept)
+        client.connection._socket.sendall(frame)
+        with pytest.raises(HandoffFailed, match="rank 0"):
+            server.wait("a", 5, NEVER)
+        server.release("a")
+        time.sleep(0.3)
+        assert server.health()["slot"]["state"] == "CANCELLING"
+        client.connection.close()
+        eventually(lambda: server.health()["slot"]["state"] == "FREE")
 
 
 def test_accepted_sender_has_a_deadline_only_where_late_writes_are_refused() -> None:

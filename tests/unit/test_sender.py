@@ -411,6 +411,18 @@ def test_overdue_write_keeps_slot_and_connection_until_it_has_ended(node: Node) 
     prefill.sender.close()
 
 
+def test_a_node_that_has_closed_gets_no_further_write(node: Node, prefill: Prefill) -> None:
+    """It takes the end of the connection for the end of the writes."""
+    prefill.extractor.begin([node.claim("a")])
+    prefill.extractor.layer(CACHES.rows[0].name)
+    eventually(lambda: node.server.health()["slot"].get("writers") == 1)
+    (connection,) = node.server._connections.values()
+    connection.interrupt()
+    prefill.extractor.finish()
+    eventually(lambda: prefill.idle)
+    assert "closed the connection" in prefill.jobs[0].failure
+
+
 def test_failed_write_is_told_to_the_consumer(node: Node) -> None:
     prefill = Prefill(lambda: Stuck(lambda _: TransferError("broken")))
     prefill.step(node.claim("a"))

@@ -45,7 +45,7 @@ from tilert_ref.connector.admission import (
     Reply,
 )
 from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList
-from tilert_ref.connector.codec import Accept
+from tilert_ref.connector.codec import MAX_REASON, Accept, Done
 from tilert_ref.connector.guests import Full, Guests
 from tilert_ref.connector.handshake import greet
 from tilert_ref.connector.layout import BufferLayout
@@ -310,16 +310,28 @@ class ReceiveServer:
             accepted = isinstance(reply, Accept)
             connection.send(reply, time.monotonic() + REPLY_TIMEOUT_S)
             if accepted:
-                done = connection.done(self._done_deadline())
-                self._apply(DoneReceived(conn, done))
-                finished = done.done
+                finished = self._take_done(conn, connection, reply)
         finally:
             if accepted and not finished:
-                self._lost(conn, announce, reply)
+                self._lost(conn, connection, announce, reply)
             with self._changed:
                 self._connections.pop(conn, None)
                 self._apply(Closed(conn))
             connection.close()
+
+    def _take_done(self, conn: int, connection: wire.Connection, accept: Accept) -> bool:
+        """Whether the accepted sender is done. What can't be understood fails its request, but says nothing about its
+        writes: such a connection goes on to count as one that writes."""
+        try:
+            done = connection.done(self._done_deadline())
+            if (done.rid, done.rank, done.generation) != (accept.rid, accept.rank, accept.generation):
+                got = f"{done.rid!r}, rank {done.rank}, generation {done.generation}"
+                raise codec.ProtocolError(f"done names {got}; accepted was generation {accept.generation}")
+        except codec.ProtocolError as error:
+            logger.warning("rank %d of %r: %s", accept.rank, accept.rid, error)
+            done = Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=str(error)[:MAX_REASON])
+        self._apply(DoneReceived(conn, done))
+        return done.done
 
     def _check_announce(self, connection: wire.Connection, announce: codec.Announce) -> None:
         """Counts the connection as busy. Raises ProtocolError for lengths that admission doesn't look at."""
@@ -358,12 +370,13 @@ class ReceiveServer:
         """
         return time.monotonic() + self._request_timeout if self._transport.fenced else None
 
-    def _lost(self, conn: int, announce: codec.Announce, accept: Accept) -> None:
-        """An accepted connection ended without done: the consumer learns it at once, the slot waits for late writes."""
+    def _lost(self, conn: int, connection: wire.Connection, announce: codec.Announce, accept: Accept) -> None:
+        """An accepted sender will not be done: the consumer learns it at once, the slot waits for late writes."""
         error = "its connection ended before it was done"
         done = codec.Done(rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
         self._apply(DoneReceived(conn, done))
         if not self._transport.fenced:
+            connection.await_end()  # as long as its sender has it open, its writes may be going on
             self._closing.wait(FOREIGN_SETTLE_S if announce.tilert_ref is None else SETTLE_S)
 
     def _reply(self, conn: int, announce: codec.Announce) -> Accept | codec.Reject | None:

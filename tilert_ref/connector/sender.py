@@ -281,6 +281,7 @@ class _Attempt:
         self._register(transport)
         while parts := self._job.take(PART_TIMEOUT_S):
             self._check_alive()
+            self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
             self._write(transport, hello, parts)
         self._check_alive()
         self._send_done(True)

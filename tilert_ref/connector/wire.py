@@ -7,6 +7,7 @@ Source: protocol.md 3.1.
 """
 
 import contextlib
+import select
 import socket
 import time
 from collections import deque
@@ -135,6 +136,20 @@ class Connection:
         if len(payload) > limit:  # it came together with the frame before it, which had a larger limit
             raise ProtocolError(f"a frame of {len(payload)} bytes; at most {limit} are legal")
         return payload
+
+    def await_end(self) -> None:
+        """Returns when the peer's end of the connection is gone, or ours is interrupted. Drops what still comes."""
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(None)
+            while self._socket.recv(RECEIVE_BYTES):
+                pass
+
+    def check_open(self) -> None:
+        """Raises ConnectionLost if the peer's end of the connection is gone. Never blocks, takes nothing away."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if poll.poll(0) and not self._payloads and not self._socket.recv(1, socket.MSG_PEEK):
+            raise ConnectionLost(f"{self.peer} closed the connection")
 
     def interrupt(self) -> None:
         """For other threads: a send or receive that is going on, or comes, ends with an OSError.

@@ -76,7 +76,9 @@ class NixlTransport:
     def __init__(self, *, receiver: bool = True) -> None:
         self._receiver = receiver
         self._regions = Regions()
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Not SimpleQueue: its get with a short timeout can wait for ever (seen with CPython 3.11, once in thousands of
+        # puts), and a write would rest until the next command.
+        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
