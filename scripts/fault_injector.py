@@ -11,6 +11,7 @@ Exit status 1 if an answer was wrong, a slot stuck, or anything leaked.
 import argparse
 import json
 import platform
+import signal
 import sys
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--load", action="store_true", help="no faults: many requests")
     parser.add_argument("--json", type=Path, help="adds the figures to this file")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the processes are taken down
     figures = load() if args.load else sweep(args.seed, args.runs)
     if args.json:
         known = json.loads(args.json.read_text()) if args.json.exists() else {}

@@ -4,7 +4,6 @@ What runs in them is the programs' own `main`. Only their waits are shorter, so 
 minutes; the senders are driven over a pipe instead of by vLLM.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -53,9 +52,15 @@ def plane_bytes(key: int, layer: int, plane: int, nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
+LIFE: list[Connection] = []
+"""A pipe whose end tells the processes that the injector is gone, however it went: reading and writing end."""
+
+
 def start(target: Any, log: Path, *arguments: Any) -> multiprocessing.process.BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_main, args=(target, str(log), ENVIRONMENT, *arguments))
+    if not LIFE:
+        LIFE.extend(context.Pipe(duplex=False))
+    process = context.Process(target=_main, args=(target, str(log), ENVIRONMENT, LIFE[0], *arguments))
     process.start()
     return process
 
@@ -70,10 +75,10 @@ def prepare(directory: Path) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([*modules, "fault_processes"])
 
 
-def _main(target: Any, log: str, environment: dict[str, str], *arguments: Any) -> None:
+def _main(target: Any, log: str, environment: dict[str, str], life: Connection, *arguments: Any) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None  # the fork server's, looked up when it was started
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with the injector
+    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -81,6 +86,11 @@ def _main(target: Any, log: str, environment: dict[str, str], *arguments: Any) -
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     target(*arguments)
     os._exit(0)
+
+
+def _end_with(life: Connection) -> None:
+    life.poll(None)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def decode_server() -> None:
