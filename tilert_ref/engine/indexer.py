@@ -68,9 +68,7 @@ def rank(
     lengths: list[int],
 ) -> list[torch.Tensor]:
     """The index_topk best of the first lengths[t] tokens for each query, which has more than that before it."""
-    q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
-    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
-    weights = index_weights(w, config, x, q_scale)  # [T, Hi]
+    q, weights = rounded_queries(w, config, cache, batch, x, c_q, cos_sin)
     end = lengths[-1]
     if batch.kernels.on_tensor_cores(q):
         scores = scores_on_device(cache, layer, q, weights, positions)
@@ -99,11 +97,24 @@ def choose_on_device(
     c_q: torch.Tensor,
 ) -> Selected:
     """The same choice where the host knows neither the positions nor how many tokens are cached."""
-    q = index_queries(w, config, batch.cos_sin, c_q, batch.kernels.pointwise)
-    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
-    weights = index_weights(w, config, x, q_scale)  # [T, Hi]
+    q, weights = rounded_queries(w, config, cache, batch, x, c_q, batch.cos_sin)
     scores = scores_on_device(cache, layer, q, weights, batch.positions)
     return Selected(*tensor_cores.attention().choose(scores, cache.block_table, batch.positions, config.index_topk))
+
+
+def rounded_queries(
+    w: IndexerWeights,
+    config: ModelConfig,
+    cache: KVCache,
+    batch: Batch,
+    x: torch.Tensor,
+    c_q: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the queries, [T, Hi, d], and the weights of their heads, with the codes' scales, fp32 [T, Hi]."""
+    q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
+    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
+    return q, index_weights(w, config, x, q_scale)
 
 
 def scores_on_device(
@@ -127,9 +138,8 @@ def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Te
     k = linear(x, w.wk)  # [T, d]
     if batch.kernels.on_tensor_cores(k):
         k = tensor_cores.pointwise().layer_norm(k, w.k_norm, w.k_norm_bias, K_NORM_EPS)
-        return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
-    k = k.float()
-    k = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
+    else:
+        k = F.layer_norm(k.float(), k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
     return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
 
 
