@@ -50,7 +50,8 @@ def log(request: pytest.FixtureRequest) -> Callable[..., None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get(LOG_VARIABLE)
     if path and _LOG["cases"]:
-        Path(path).write_text(json.dumps(_summary(), indent=1) + "\n")
+        worker = os.environ.get("PYTEST_XDIST_WORKER")  # each has its own part of the cases
+        Path(f"{path}.{worker}" if worker else path).write_text(json.dumps(_summary(), indent=1) + "\n")
 
 
 def _summary() -> dict[str, Any]:

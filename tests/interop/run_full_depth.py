@@ -32,6 +32,7 @@ MAX_SEQ_LEN, CHUNK = 512, 128
 LIMIT_S = 400.0  # a loaded CPU
 INDEX_TOPK = {"cuda": 2048, "cpu": 128}  # sparse_plugin gathers this many rows for every token: with 2048 it is slow
 PLACEHOLDER_HOST = "127.0.0.1"
+GPU_SETTINGS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05}  # several share a GPU
 OUR_MODULE, THEIR_MODULE = "tilert_ref.connector.prefill_connector", "tilert.pd_vllm.prefill_connector"
 ARCHS = {
     "glm5": ("glm5", {"num_hidden_layers": 78, "first_k_dense_replace": 78}),
@@ -198,7 +199,7 @@ def start_vllm(scenario: Scenario, device: str, model_dir: Path) -> Any:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,
     }
-    engine: dict[str, Any] = {"gpu_memory_utilization": 0.2} if device == "cuda" else cpu_settings()
+    engine = dict(GPU_SETTINGS) if device == "cuda" else cpu_settings()
     if scenario.profile == "glm5":
         engine["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     if scenario.kv_cache_dtype != "bf16":

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # All of this suite on a machine with a GPU, the published wheel and vLLM: tests/interop/run_on_gpu.sh OUT_DIRECTORY
+# With TILERT_REF_INTEROP_WORKERS=N in N processes (pytest-xdist), a log for each.
 # Buffers in host memory (all cases), then in GPU memory (one shard), then models of full depth in vLLM.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=$(realpath "${1:?the directory for logs and results}")
 mkdir -p "$out"
 python=${TILERT_REF_INTEROP_PYTHON:-python3}
-suite() { "$python" -m pytest -p no:cacheprovider -q "$@"; }
+suite() { "$python" -m pytest -p no:cacheprovider -q ${TILERT_REF_INTEROP_WORKERS:+-n $TILERT_REF_INTEROP_WORKERS} "$@"; }
 
 status=0
 TILERT_REF_INTEROP_LOG=$out/interop-host.json suite tests/interop || status=1

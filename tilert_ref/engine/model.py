@@ -58,46 +58,45 @@ def attention(
     lower indexer where layers share one (IndexCache, arXiv 2603.12201).
     """
     c, tokens, rule = config, x.shape[0], batch.kernels.pointwise
+    absorbed = batch.absorbed or c.index_topk is not None
     c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps, rule)  # [T, q_lora_rank]
-    q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
-    q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-    q_rope = apply_rope(q_rope, batch.cos_sin, rule)  # [T, H, rope]
-
-    if not batch.keep_rows:
-        c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps, rule)  # [T, L]
-        cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin, rule))
+    with tensor_cores.beside(x) as join:  # none of it depends on what the indexer chooses
+        q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_rope = apply_rope(q_rope, batch.cos_sin, rule)  # [T, H, rope]
+        q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order) if absorbed else None  # [T, H, L]
+        if not batch.keep_rows:
+            c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+            c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps, rule)  # [T, L]
+            cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin, rule))
 
     if w.indexer is not None and batch.chosen is None:
         seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
-    if batch.absorbed or c.index_topk is not None:
-        out = _absorbed(w, c, cache, layer, batch, q_nope, q_rope, seen)
+    join()
+    if absorbed:
+        attended = _attend_latent(c, cache, layer, batch, q_latent, q_rope, seen)  # [T, H, L]
+        out = heads_product(attended, w.w_uv, batch.kernels.order)  # [T, H, v]
     else:
         out = _plain(w, c, batch, q_nope, q_rope, cache.read(layer, batch.end))
     return linear(out.flatten(1), w.o), seen
 
 
-def _absorbed(
-    w: AttentionWeights,
+def _attend_latent(
     c: ModelConfig,
     cache: KVCache,
     layer: int,
     batch: Batch,
-    q_nope: torch.Tensor,
+    q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     seen: Seen,
 ) -> torch.Tensor:
-    q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order)  # [T, H, L]
     kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
     if batch.captured or batch.kernels.on_tensor_cores(q_latent):
-        attended = attend_selected(q_latent, q_rope, cache, layer, seen, c.softmax_scale, kernel)  # [T, H, L]
-    elif batch.absorbed:
-        rows = cache.read(layer, batch.end)  # [S, L + rope]
-        attended = attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)  # [T, H, L]
-    else:
-        rows = cache.read(layer, batch.end)  # [S, L + rope]
-        attended = attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)  # [T, H, L]
-    return heads_product(attended, w.w_uv, batch.kernels.order)  # [T, H, v]
+        return attend_selected(q_latent, q_rope, cache, layer, seen, c.softmax_scale, kernel)
+    rows = cache.read(layer, batch.end)  # [S, L + rope]
+    if batch.absorbed:
+        return attend_absorbed(q_latent, q_rope, rows, seen, c.softmax_scale, kernel)
+    return attend_chosen(q_latent, q_rope, rows, seen, c.softmax_scale)
 
 
 def _plain(

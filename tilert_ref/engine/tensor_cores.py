@@ -5,6 +5,8 @@ emulated in torch (vllm_hopper.py). Nothing else asks what kind of device it has
 """
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -22,6 +24,32 @@ def is_hopper(device: torch.device) -> bool:
 def there(x: torch.Tensor) -> bool:
     """Whether x is on a Hopper GPU."""
     return x.is_cuda and is_hopper(x.device)
+
+
+@contextmanager
+def beside(x: torch.Tensor) -> Iterator[Callable[[], None]]:
+    """What is launched in this context runs beside what follows it, up to the call of what it yields.
+
+    Only while a step is captured; elsewhere one comes after the other. A matrix with few rows keeps a few
+    multiprocessors busy for as long as a large one keeps all of them.
+    """
+    if not (there(x) and torch.cuda.is_current_stream_capturing()):
+        yield lambda: None
+        return
+    trunk, branch = torch.cuda.current_stream(), _branch(x.device)
+    branch.wait_stream(trunk)
+    with torch.cuda.stream(branch):
+        yield lambda: trunk.wait_stream(branch)
+
+
+def on_branch(device: torch.device) -> bool:
+    """Whether what is launched now runs beside something else: then nothing may be shared with that."""
+    return device.type == "cuda" and torch.cuda.current_stream(device) == _branch(device)
+
+
+@functools.cache
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @functools.cache

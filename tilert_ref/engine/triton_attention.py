@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 
 from tilert_ref.engine import vllm_hopper
+from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
 
 ROWS = 64  # cached rows that a program attends to, and keys that it scores
 KEY_WIDTH = 128
 INDEX_SCALES = 8192  # where the scales stand in an index page of 64 tokens (case K2)
 IN_REGISTERS = 8192  # scores of a query that one program chooses from
+VALUES = 256  # of a row that a program sums which goes through all of its rows
 CHUNK = 2048  # scores of a program where there are more
-HEADS, VALUES, TILE = 64, 256, 128  # of a program of attention: heads, values of a row that it sums, and at a time
+HEADS, TILE = 64, 128  # of a program of attention: heads, and values of a row at a time
 
 
 @triton.jit
@@ -36,6 +38,7 @@ def _scores_kernel(
     KEY_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    begin()
     page, t = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + t) + 1
     if page * ROWS >= length:
@@ -76,6 +79,7 @@ def index_scores(
         KEY_WIDTH=KEY_WIDTH,
         ROWS=ROWS,
         num_warps=4,
+        **OVERLAPPED,
     )
     return scores
 
@@ -112,6 +116,7 @@ def _choice_kernel(
     scores, block_table, positions, slots, counts, capacity, count, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):
     """A query's scores in one program's registers."""
+    begin()
     t = tl.program_id(0)
     length = (tl.load(positions + t) + 1).to(tl.int32)
     lane = tl.arange(0, CHUNK)
@@ -162,6 +167,7 @@ def _edge(histograms, count, DIGITS: tl.constexpr):
 @triton.jit
 def _histogram_kernel(scores, positions, histograms, capacity, count, DIGIT: tl.constexpr, CHUNK: tl.constexpr):
     """Adds a chunk's ranks that share the edge's digits so far to the histogram of the next one."""
+    begin()
     t = tl.program_id(1)
     length = (tl.load(positions + t) + 1).to(tl.int32)
     start = tl.program_id(0) * CHUNK
@@ -182,6 +188,7 @@ def _histogram_kernel(scores, positions, histograms, capacity, count, DIGIT: tl.
 @triton.jit
 def _tally_kernel(scores, positions, histograms, tallies, capacity, count, chunks, CHUNK: tl.constexpr):
     """How many ranks of a chunk are above the edge, and how many on it."""
+    begin()
     t, chunk = tl.program_id(1), tl.program_id(0)
     length = (tl.load(positions + t) + 1).to(tl.int32)
     if (length <= count) | (chunk * CHUNK >= length):
@@ -210,6 +217,7 @@ def _compact_kernel(
     ROWS: tl.constexpr,
 ):
     """Writes a chunk's chosen slots behind those of the chunks before it."""
+    begin()
     t, chunk = tl.program_id(1), tl.program_id(0)
     length = (tl.load(positions + t) + 1).to(tl.int32)
     lane = tl.arange(0, CHUNK)
@@ -244,11 +252,21 @@ def choose(
         chunk = triton.next_power_of_2(capacity)
         warps = min(16, max(4, chunk // 512))
         _choice_kernel[(tokens,)](
-            scores, block_table, positions, slots, counts, capacity, count, CHUNK=chunk, ROWS=ROWS, num_warps=warps
+            scores,
+            block_table,
+            positions,
+            slots,
+            counts,
+            capacity,
+            count,
+            CHUNK=chunk,
+            ROWS=ROWS,
+            num_warps=warps,
+            **OVERLAPPED,
         )
         return slots, counts
     chunks = triton.cdiv(capacity, CHUNK)
-    grid, sizes = (chunks, tokens), {"CHUNK": CHUNK, "num_warps": 4}
+    grid, sizes = (chunks, tokens), {"CHUNK": CHUNK, "num_warps": 4} | OVERLAPPED
     histograms = torch.zeros(tokens, 4, 256, dtype=torch.int32, device=scores.device)
     tallies = torch.empty(tokens, 2, chunks, dtype=torch.int32, device=scores.device)
     for digit in range(4):
@@ -273,6 +291,12 @@ def choose(
 
 
 @triton.jit
+def _dequantized(codes, scales):
+    """fp8_ds_mla codes as FlashMLA multiplies them: by the scale rounded to bf16, the product rounded too."""
+    return (codes.to(tl.float32) * scales.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def _attend_kernel(
     query,
     rows,
@@ -285,6 +309,7 @@ def _attend_kernel(
     heads,
     chosen,
     row_stride,
+    code_stride,
     rope_at,
     scale_log2,
     FP8: tl.constexpr,
@@ -292,30 +317,37 @@ def _attend_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     TILE: tl.constexpr,
-    VALUES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One query's heads over one block of 64 rows: the weighted rows, and the logarithm of the weights' sum."""
+    begin()
     block, t, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + t)
     if block * ROWS >= count:
         return
-    group = part // (LATENT // VALUES)
-    part = part % (LATENT // VALUES)
+    group, part = part // (LATENT // TILE), part % (LATENT // TILE)
     h, j = group * HEADS + tl.arange(0, HEADS), tl.arange(0, ROWS)
     valid = block * ROWS + j < count
     slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
     q_row = query + (t * heads + h[:, None]) * (LATENT + ROPE)
-    scores = tl.zeros((HEADS, ROWS), tl.float32)
+    # All loads first: one program has one block of rows, so nothing else would hide their time.
+    keys, key_scales = (), ()
     for tile in tl.static_range(LATENT // TILE):
         c = tile * TILE + tl.arange(0, TILE)
-        q = tl.load(q_row + c[None, :], mask=h[:, None] < heads, other=0.0)
+        keys += (tl.load(codes + slot[None, :] * code_stride + c[:, None]),)
         if FP8:
-            s = tl.load(scales + slot * (row_stride // 2) + LATENT // 4 + tile).to(tl.bfloat16).to(tl.float32)
-            k = tl.load(codes + slot[None, :] * (2 * row_stride) + c[:, None]).to(tl.float32) * s[None, :]
-        else:
-            k = tl.load(rows + slot[None, :] * row_stride + c[:, None])
-        scores = tl.dot(q, k.to(tl.bfloat16), scores)
+            key_scales += (tl.load(scales + slot * (row_stride // 2) + LATENT // 4 + tile),)
+    c = part * TILE + tl.arange(0, TILE)
+    v = tl.load(codes + slot[:, None] * code_stride + c[None, :])
+    if FP8:
+        v = _dequantized(v, tl.load(scales + slot * (row_stride // 2) + LATENT // 4 + part)[:, None])
+    scores = tl.zeros((HEADS, ROWS), tl.float32)
+    for tile in tl.static_range(LATENT // TILE):
+        q = tl.load(q_row + tile * TILE + tl.arange(0, TILE)[None, :], mask=h[:, None] < heads, other=0.0)
+        k = keys[tile]
+        if FP8:
+            k = _dequantized(k, key_scales[tile][None, :])
+        scores = tl.dot(q, k, scores)
     r = tl.arange(0, ROPE)
     q = tl.load(q_row + LATENT + r[None, :], mask=h[:, None] < heads, other=0.0)
     scores = tl.dot(q, tl.load(rows + slot[None, :] * row_stride + rope_at + r[:, None]), scores)
@@ -326,16 +358,8 @@ def _attend_kernel(
     total = tl.sum(weights, 1)
     p = weights.to(tl.bfloat16)
     base = (t * tl.num_programs(0) + block).to(tl.int64) * heads + h
-    for tile in tl.static_range(VALUES // TILE):
-        c = part * VALUES + tile * TILE + tl.arange(0, TILE)
-        if FP8:
-            at = LATENT // 4 + part * (VALUES // TILE) + tile
-            s = tl.load(scales + slot * (row_stride // 2) + at).to(tl.bfloat16).to(tl.float32)
-            v = tl.load(codes + slot[:, None] * (2 * row_stride) + c[None, :]).to(tl.float32) * s[:, None]
-        else:
-            v = tl.load(rows + slot[:, None] * row_stride + c[None, :])
-        o = tl.div_rn(tl.dot(p, v.to(tl.bfloat16)), tl.zeros((HEADS, TILE), tl.float32) + total[:, None])
-        tl.store(out + base[:, None] * LATENT + c[None, :], o, mask=h[:, None] < heads)
+    o = tl.div_rn(tl.dot(p, v), tl.zeros((HEADS, TILE), tl.float32) + total[:, None])
+    tl.store(out + base[:, None] * LATENT + c[None, :], o, mask=h[:, None] < heads)
     if part == 0:
         tl.store(sums + base, tl.log2(total) + top, mask=h < heads)
 
@@ -344,6 +368,7 @@ def _attend_kernel(
 def _merge_kernel(
     out, sums, counts, merged, heads, blocks, LATENT: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):
+    begin()
     h, t = tl.program_id(0), tl.program_id(1)
     b, c = tl.arange(0, BLOCKS), tl.arange(0, LATENT)
     used = tl.cdiv(tl.load(counts + t), ROWS)
@@ -376,6 +401,7 @@ def _attend_backwards_kernel(
     ROWS: tl.constexpr,
 ):
     """One query's heads over all of its rows, from the last block of 64 to the first."""
+    begin()
     part, t = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + t)
     h = (part // (LATENT // VALUES)) * HEADS + tl.arange(0, HEADS)
@@ -458,6 +484,7 @@ def _attend_backwards(
         VALUES=values,
         ROWS=ROWS,
         num_warps=4,
+        **OVERLAPPED,
         num_stages=1,
         enable_fp_fusion=False,
     )
@@ -469,11 +496,11 @@ def _attend_blocks(
 ) -> torch.Tensor:
     tokens, heads, width = query.shape
     fp8, chosen, halves = rows.dtype == torch.uint8, slots.shape[1], rows.view(torch.bfloat16)
-    blocks, values = triton.cdiv(chosen, ROWS), min(VALUES, latent)
+    blocks, tile = triton.cdiv(chosen, ROWS), min(TILE, latent)
     out = torch.empty(tokens, blocks, heads, latent, dtype=torch.float32, device=query.device)
     sums = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=query.device)
     merged = torch.empty(tokens, heads, latent, dtype=query.dtype, device=query.device)
-    _attend_kernel[(blocks, tokens, triton.cdiv(heads, HEADS) * (latent // values))](
+    _attend_kernel[(blocks, tokens, triton.cdiv(heads, HEADS) * (latent // tile))](
         query,
         halves,
         rows.view(torch.float8_e4m3fn) if fp8 else halves,
@@ -485,16 +512,17 @@ def _attend_blocks(
         heads,
         chosen,
         halves.shape[1],
+        rows.shape[1],
         halves.shape[1] - (width - latent),
         scale_log2,
         FP8=fp8,
         HEADS=HEADS,
         LATENT=latent,
         ROPE=width - latent,
-        TILE=min(TILE, latent),
-        VALUES=values,
+        TILE=tile,
         ROWS=ROWS,
         num_warps=4,
+        **OVERLAPPED,
         num_stages=1,
         enable_fp_fusion=False,
     )
@@ -509,6 +537,7 @@ def _attend_blocks(
         BLOCKS=triton.next_power_of_2(blocks),
         ROWS=ROWS,
         num_warps=4,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
     return merged

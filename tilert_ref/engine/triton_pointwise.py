@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
+
 GROUP = 128  # values that share a scale
 E4M3_MAX = tl.constexpr(448.0)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -32,6 +34,7 @@ def _over(x, y):
 
 @triton.jit
 def _norm_kernel(x, residual, weight, out, stream, eps, width, x_row, ADD: tl.constexpr, WIDTH: tl.constexpr):
+    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < width
@@ -67,6 +70,7 @@ def add_rms_norm(
         ADD=residual is not None,
         WIDTH=triton.next_power_of_2(width),
         num_warps=8 if width > 2048 else 4,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
     return out, stream
@@ -74,6 +78,7 @@ def add_rms_norm(
 
 @triton.jit
 def _layer_norm_kernel(x, weight, bias, out, eps, x_row, WIDTH: tl.constexpr):
+    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     value = tl.load(x + t * x_row + d).to(tl.float32)
@@ -90,7 +95,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     tokens, width = x.shape
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     _layer_norm_kernel[(tokens,)](
-        x, weight, bias, out, eps, x.stride(0), WIDTH=width, num_warps=1, enable_fp_fusion=False
+        x, weight, bias, out, eps, x.stride(0), WIDTH=width, num_warps=1, **OVERLAPPED, enable_fp_fusion=False
     )
     return out
 
@@ -111,6 +116,7 @@ def _rope_kernel(
     WIDTH: tl.constexpr,
 ):
     """A program turns one head's first 2 * HALF values and copies the rest of it."""
+    begin()
     t, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     i = tl.arange(0, HALF)
     source, target = x + t * x_token + h * x_head, out + t * out_token + h * out_head
@@ -145,6 +151,7 @@ def rope(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool, rotary: int)
         HALF=rotary // 2,
         WIDTH=triton.next_power_of_2(width),
         num_warps=1,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
     return out
@@ -163,6 +170,7 @@ def _quantize_kernel(
     G: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    begin()
     t, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, d = tile * G + tl.arange(0, G), tl.arange(0, GROUP)
     inside = g[:, None] < groups
@@ -200,6 +208,7 @@ def quantize(x: torch.Tensor, floor: float, power_of_two: bool, floor_scale: boo
         G=tile,
         GROUP=GROUP,
         num_warps=tile if tile > 1 else 1,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
     return codes, scales
@@ -207,6 +216,7 @@ def quantize(x: torch.Tensor, floor: float, power_of_two: bool, floor_scale: boo
 
 @triton.jit
 def _scale_weights_kernel(x, scales, out, first, second, size, BLOCK: tl.constexpr):
+    begin()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32) * tl.load(scales + i, mask=inside, other=0.0)
@@ -218,13 +228,14 @@ def scale_weights(x: torch.Tensor, scales: torch.Tensor, first: float, second: f
     out = torch.empty_like(scales)
     grid = (triton.cdiv(x.numel(), 256),)
     _scale_weights_kernel[grid](
-        x, scales, out, first, second, x.numel(), BLOCK=256, num_warps=4, enable_fp_fusion=False
+        x, scales, out, first, second, x.numel(), BLOCK=256, num_warps=4, **OVERLAPPED, enable_fp_fusion=False
     )
     return out
 
 
 @triton.jit
 def _silu_mul_kernel(x, out, width, BLOCK: tl.constexpr):
+    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
@@ -239,7 +250,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4, **OVERLAPPED)
     return out
 
 
@@ -248,6 +259,7 @@ def _write_fp8_kernel(
     latent, rope, positions, block_table, codes, scales, halves, latent_row, rope_row, block_size,
     PLAIN: tl.constexpr, FLOOR: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
+    begin()
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + t)
     slot = tl.load(block_table + position // block_size) * block_size + position % block_size
@@ -276,6 +288,7 @@ def _write_bf16_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
 ):
+    begin()
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + t)
     slot = tl.load(block_table + position // block_size) * block_size + position % block_size
@@ -311,17 +324,19 @@ def write_rows(
             FLOOR=scale_floor,
             ROW=rows.shape[1],
             num_warps=4,
+            **OVERLAPPED,
             enable_fp_fusion=False,
         )
         return
     _write_bf16_kernel[(len(positions),)](
         latent, rope, positions, block_table, rows, latent.stride(0), rope.stride(0), block_size,
-        LATENT=latent.shape[1], ROPE=rope.shape[1], num_warps=4,
+        LATENT=latent.shape[1], ROPE=rope.shape[1], num_warps=4, **OVERLAPPED,
     )  # fmt: skip
 
 
 @triton.jit
 def _write_index_kernel(keys, positions, block_table, codes, scales, page_bytes, block_size, FLOOR: tl.constexpr):
+    begin()
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + t)
     block, token = tl.load(block_table + position // block_size), position % block_size
@@ -351,6 +366,7 @@ def write_index(
         block_size,
         FLOOR=floor,
         num_warps=1,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
 
@@ -361,6 +377,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr, CHOSEN: tl.constexpr, EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
+    begin()
     t = tl.program_id(0).to(tl.int64)
     e, slot = tl.arange(0, EXPERTS), tl.arange(0, WIDTH)
     inside = e < experts
@@ -396,7 +413,7 @@ def route(
         logits, logits if bias is None else bias, weights, ids, experts,
         SIGMOID=sigmoid, BIAS=bias is not None, NORMALISE=normalise, CHOSEN=chosen,
         EXPERTS=triton.next_power_of_2(experts), WIDTH=triton.next_power_of_2(chosen),
-        num_warps=4 if experts > 128 else 1, enable_fp_fusion=False,
+        num_warps=4 if experts > 128 else 1, **OVERLAPPED, enable_fp_fusion=False,
     )  # fmt: skip
     return weights, ids
 
@@ -406,6 +423,7 @@ def _combine_kernel(
     outputs, weights, shared, out, factor, width, CHOSEN: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
@@ -434,7 +452,7 @@ def combine_experts(
     block = min(1024, triton.next_power_of_2(width))
     _combine_kernel[(tokens, triton.cdiv(width, block))](
         outputs, weights, out if shared is None else shared, out, factor, width,
-        CHOSEN=chosen, SHARED=shared is not None, SCALED=factor != 1.0, BLOCK=block, num_warps=4,
+        CHOSEN=chosen, SHARED=shared is not None, SCALED=factor != 1.0, BLOCK=block, num_warps=4, **OVERLAPPED,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out

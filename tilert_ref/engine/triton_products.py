@@ -14,11 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
+from tilert_ref.engine import tensor_cores
+from tilert_ref.engine.triton_overlap import OVERLAPPED, fetch_ahead, let_next_start, wait_for_last
+
 OUT_TILE = 64  # rows of a weight that a program multiplies
 FP8_BLOCK = 128  # values that share a scale, and after which DeepGEMM starts a new sum
 BF16_BLOCK = 128
 MIN_TOKENS, MAX_TOKENS = 16, 64
 COUNTERS = 1 << 16
+STAGES, LONG_STAGES = 8, 6  # blocks of K on their way at a time, and of a long K, where programs share a processor
+LINE = 64  # bf16 values in a line of the cache
+AHEAD = 8  # such lines (of fp8 a block) of each row that are asked for before the kernel in front has ended
 
 
 @triton.jit
@@ -43,12 +49,19 @@ def _fp8_kernel(
     PARTS: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ADDED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     tile, part, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, BLOCK)
     blocks = columns // BLOCK
+    first = part * PART_BLOCKS
+    if not EXPERTS:  # which expert's weights are read is known after the wait
+        early = tl.minimum(first + tl.arange(0, AHEAD), blocks - 1) * BLOCK
+        fetch_ahead(weight + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * columns + early[None, :])
+    wait_for_last()
     if EXPERTS:  # a group is one token with one of its experts
         t = group + tl.arange(0, TOKENS)
         legal = t == group
@@ -62,7 +75,6 @@ def _fp8_kernel(
         source = t
     w_row = weight + n[:, None].to(tl.int64) * columns + k[None, :]
     x_row = codes + source[None, :] * codes_per_row + k[:, None]
-    first = part * PART_BLOCKS
     last = tl.minimum(first + PART_BLOCKS, blocks)
     total = tl.zeros((OUT_TILE, TOKENS), tl.float32)
     at = t[None, :].to(tl.int64) * rows + n[:, None]
@@ -78,17 +90,24 @@ def _fp8_kernel(
             total += product
         else:
             tl.store(partials + b * plane + at, product, mask=inside)
+    let_next_start()
     if PARTS > 1:  # the part that arrives last adds the blocks up, in their order
         tl.debug_barrier()
         mine = arrived + group * tl.num_programs(0) + tile
         if tl.atomic_add(mine, 1, sem="acq_rel") < PARTS - 1:
             return
         tl.atomic_xchg(mine, 0)
+        t = group * (1 if EXPERTS else TOKENS) + tl.arange(0, ADDED)
+        at = t[None, :].to(tl.int64) * rows + n[:, None]
+        inside = (n[:, None] < rows) & (t[None, :] < tokens)
+        sums = tl.zeros((OUT_TILE, ADDED), tl.float32)
         for b in range(0, blocks, AT_ONCE):  # loads first, so that they don't wait for one another
             for i in tl.static_range(AT_ONCE):
                 there = inside & (b + i + tl.zeros_like(at) < blocks)
-                total += tl.load(partials + (b + i) * plane + at, mask=there, other=0.0, cache_modifier=".cg")
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+                sums += tl.load(partials + (b + i) * plane + at, mask=there, other=0.0, cache_modifier=".cg")
+        tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def fp8_product(
@@ -124,6 +143,7 @@ def fp8_product(
     )
     part_blocks = _part_blocks(tiles * groups, blocks, codes.device) if pairs <= MAX_TOKENS else blocks
     parts = triton.cdiv(blocks, part_blocks)
+    added = 1 if experts else min(tile, triton.next_power_of_2(tokens))
     out = torch.empty(pairs, rows, dtype=dtype, device=codes.device)
     partials = torch.empty(blocks, pairs, rows, dtype=torch.float32, device=codes.device) if parts > 1 else out
     _fp8_kernel[(tiles, parts, groups)](
@@ -134,7 +154,7 @@ def fp8_product(
         expert_ids if experts else scales,
         out,
         partials,
-        _counters(codes.device),
+        _counters(codes.device)[int(tensor_cores.on_branch(codes.device))],
         pairs,
         rows,
         columns,
@@ -146,20 +166,24 @@ def fp8_product(
         BLOCK=FP8_BLOCK,
         PARTS=parts,
         PART_BLOCKS=part_blocks,
-        STAGES=6,
-        AT_ONCE=16,
+        STAGES=LONG_STAGES if part_blocks > 16 else STAGES,
+        AHEAD=min(AHEAD, triton.next_power_of_2(part_blocks)),
+        ADDED=added,
+        AT_ONCE=max(4, 32 // added),
         num_warps=4,
+        **OVERLAPPED,
         enable_fp_fusion=False,
     )
     return out
 
 
 def _part_blocks(programs: int, blocks: int, device: torch.device) -> int:
-    """How many blocks of K a program takes: all, where that keeps half of the multiprocessors busy; else six at least,
-    for two programs on each."""
-    if 2 * programs > _multiprocessors(device):
+    """How many blocks of K a program takes: all, where that makes three programs for two multiprocessors; else four at
+    least, for three programs on each (docs/gpu.md has the measured times)."""
+    processors = _multiprocessors(device)
+    if 2 * programs >= 3 * processors:
         return blocks
-    return max(6, triton.cdiv(blocks * programs, 2 * _multiprocessors(device)))
+    return max(4, triton.cdiv(blocks, round(3 * processors / programs)))
 
 
 @functools.cache
@@ -169,8 +193,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Arrivals of the parts of a product, zero between launches: the last part sets its own back."""
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    """Arrivals of the parts of a product, [2, COUNTERS], for the trunk and for what runs beside it. Zero between
+    launches: the last part sets its own back."""
+    return torch.zeros(2, COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -194,10 +219,17 @@ def _bf16_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
 ):
     tile, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, BLOCK)
+    if not EXPERTS:
+        early = tl.minimum(tl.arange(0, AHEAD) * LINE, columns - 1)
+        w_early = weight + head.to(tl.int64) * w_head + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * columns
+        fetch_ahead(w_early + early[None, :])
+    wait_for_last()
     if EXPERTS:
         t = group + tl.arange(0, TOKENS)
         legal = t == group
@@ -218,6 +250,7 @@ def _bf16_kernel(
             w = tl.load(w_row + b, mask=(n[:, None] < rows) & (b + k[None, :] < columns), other=0.0)
             v = tl.load(x_row + b, mask=legal[None, :] & (b + k[:, None] < columns), other=0.0)
         total = tl.dot(w, v, total)
+    let_next_start()
     at = out + t[None, :].to(tl.int64) * out_token + head * out_head + n[:, None]
     tl.store(at, total.to(out.dtype.element_ty), mask=(n[:, None] < rows) & legal[None, :])
 
@@ -271,8 +304,9 @@ def _launch_bf16(
     experts = expert_ids is not None
     tile = MIN_TOKENS if experts else min(MAX_TOKENS, max(MIN_TOKENS, triton.next_power_of_2(len(x))))
     block = min(BF16_BLOCK, max(16, triton.next_power_of_2(columns)))
-    groups = len(out) if experts else triton.cdiv(len(x), tile)
-    _bf16_kernel[(triton.cdiv(rows, OUT_TILE), heads, groups)](
+    tiles, groups = triton.cdiv(rows, OUT_TILE), len(out) if experts else triton.cdiv(len(x), tile)
+    alone = tiles * heads * groups <= _multiprocessors(x.device)  # on its multiprocessor, with all of its shared memory
+    _bf16_kernel[(tiles, heads, groups)](
         x,
         weight,
         expert_ids if experts else x,
@@ -289,6 +323,9 @@ def _launch_bf16(
         OUT_TILE=OUT_TILE,
         BLOCK=block,
         WHOLE=columns % block == 0,
-        STAGES=5,
+        STAGES=8 if tile == MIN_TOKENS and alone else 5,
+        AHEAD=AHEAD,
+        LINE=LINE,
         num_warps=4,
+        **OVERLAPPED,
     )
