@@ -21,7 +21,7 @@ TOPK, LENGTH = 128, 140  # two blocks of chosen rows: in one, the kernels of fp8
 TAPS = {  # the engine's functions, and which of their arguments tells their calls apart
     **{(model, "linear"): 1, (indexer, "linear"): 1, (moe, "linear"): 1, (model, "mlp"): 0, (moe, "mlp"): 0},
     **{(model, "rms_norm"): 1, (model, "add_rms_norm"): 2, (F, "layer_norm"): 2, (moe, "router_logits"): 2},
-    **{(model, "moe"): 0, (model, "lightning_index"): 0, (indexer, "index_weights"): 0},
+    **{(model, "moe"): 0, (model, "lightning_index"): 0, (indexer, "index_weights"): 1},
     **{(KVCache, "write"): 1, (KVCache, "write_index"): 1, (indexer, "round_index"): 2},
     **{(model, "heads_product"): 1, (model, "_attend_latent"): 2},
 }
@@ -63,7 +63,7 @@ def decoder_layer(call, codes: torch.Tensor, number: int, w: LayerWeights) -> di
     q_nope, q_rope = call("heads_product", a.w_uk)[0][0], call("_attend_latent", number)[0][5]
     latent, k_rope = call("write", number)[0][3:]
     x = call("linear", a.q_a)[0][0]
-    op_in = x, codes, call("write_index", number)[0][3], call("index_weights", i)[1]
+    op_in = x, codes, call("write_index", number)[0][3], call("index_weights", call("linear", i.weights_proj)[1])[1]
     dense = isinstance(w.mlp, MlpWeights)
     out, inner, m = call("mlp" if dense else "moe", w.mlp)[1], w.mlp if dense else w.mlp.shared, f"{p}.mlp."
     post = call("add_rms_norm", w.post_attention_norm)[1]

@@ -156,11 +156,11 @@ def test_scores_equal_the_equation_in_double_precision(apart: bool) -> None:
 
 def test_weights_carry_the_scale_of_the_query_and_both_roots(glm5: ModelConfig) -> None:
     """2 * 3 / (sqrt(128) * sqrt(32)) = 0.09375, times the query's scale."""
-    w = replace(random_indexer(glm5), weights_proj=torch.zeros(32, glm5.hidden_size, dtype=torch.bfloat16))
-    w.weights_proj[5, 7] = 3.0
+    weights_proj = torch.zeros(32, glm5.hidden_size, dtype=torch.bfloat16)
+    weights_proj[5, 7] = 3.0
     x = torch.zeros(1, glm5.hidden_size, dtype=torch.bfloat16)
     x[0, 7] = 2.0
-    weights = index_weights(w, glm5, x, torch.full((1, 32), 2.0**-4))
+    weights = index_weights(glm5, x @ weights_proj.T, torch.full((1, 32), 2.0**-4))
     assert weights.dtype is torch.float32 and weights.nonzero().tolist() == [[0, 5]]
     assert weights[0, 5].item() == pytest.approx(0.09375 / 16, rel=1e-6)
 

@@ -43,11 +43,14 @@ def lightning_index(
 
     Writes the tokens' index keys first. A query that has no more than index_topk tokens before it sees them all.
     """
-    if not batch.keep_rows:
-        cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
+    with tensor_cores.beside(x, 3) as join_keys:
+        if not batch.keep_rows:
+            cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
     lengths = batch.lengths()
     if lengths is None:  # a captured step on a GPU
-        return choose_on_device(w, config, cache, layer, batch, x, c_q)
+        q, weights = rounded_queries(w, config, cache, batch, x, c_q, batch.cos_sin)
+        join_keys()
+        return choose_on_device(config, cache, layer, batch, q, weights)
     seen: Seen = [slice(0, length) for length in lengths if length <= config.index_topk]
     if len(seen) < len(x):
         later = [t[len(seen) :] for t in (x, c_q, batch.cos_sin, batch.positions)]
@@ -88,16 +91,9 @@ def rank(
 
 
 def choose_on_device(
-    w: IndexerWeights,
-    config: ModelConfig,
-    cache: KVCache,
-    layer: int,
-    batch: Batch,
-    x: torch.Tensor,
-    c_q: torch.Tensor,
+    config: ModelConfig, cache: KVCache, layer: int, batch: Batch, q: torch.Tensor, weights: torch.Tensor
 ) -> Selected:
     """The same choice where the host knows neither the positions nor how many tokens are cached."""
-    q, weights = rounded_queries(w, config, cache, batch, x, c_q, batch.cos_sin)
     scores = scores_on_device(cache, layer, q, weights, batch.positions)
     return Selected(*tensor_cores.attention().choose(scores, cache.block_table, batch.positions, config.index_topk))
 
@@ -112,9 +108,12 @@ def rounded_queries(
     cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of the queries, [T, Hi, d], and the weights of their heads, with the codes' scales, fp32 [T, Hi]."""
+    with tensor_cores.beside(x, 4) as join_heads:
+        heads = linear(x, w.weights_proj)  # [T, Hi]
     q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
     q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
-    return q, index_weights(w, config, x, q_scale)
+    join_heads()
+    return q, index_weights(config, heads, q_scale)
 
 
 def scores_on_device(
@@ -143,13 +142,12 @@ def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Te
     return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
 
 
-def index_weights(w: IndexerWeights, config: ModelConfig, x: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
-    """x [T, D], q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
-    weights = linear(x, w.weights_proj)
+def index_weights(config: ModelConfig, heads: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
+    """heads = weights_proj x, q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
     factors = config.index_head_dim**-0.5, config.index_n_heads**-0.5
-    if tensor_cores.there(weights):
-        return tensor_cores.pointwise().scale_weights(weights, q_scale, *factors)
-    return weights.float() * q_scale * factors[0] * factors[1]
+    if tensor_cores.there(heads):
+        return tensor_cores.pointwise().scale_weights(heads, q_scale, *factors)
+    return heads.float() * q_scale * factors[0] * factors[1]
 
 
 def index_scores(

@@ -59,20 +59,23 @@ def attention(
     """
     c, tokens, rule = config, x.shape[0], batch.kernels.pointwise
     absorbed = batch.absorbed or c.index_topk is not None
-    c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps, rule)  # [T, q_lora_rank]
-    with tensor_cores.beside(x) as join:  # none of it depends on what the indexer chooses
-        q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
-        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_rope = apply_rope(q_rope, batch.cos_sin, rule)  # [T, H, rope]
-        q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order) if absorbed else None  # [T, H, L]
+    with tensor_cores.beside(x, 1) as join_rows:
         if not batch.keep_rows:
             c_kv, k_rope = linear(x, w.kv_a).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
             c_kv = rms_norm(c_kv, w.kv_a_norm, c.rms_norm_eps, rule)  # [T, L]
             cache.write(layer, batch.positions, c_kv, apply_rope(k_rope, batch.cos_sin, rule))
 
+    c_q = x if w.q_a is None else rms_norm(linear(x, w.q_a), w.q_a_norm, c.rms_norm_eps, rule)  # [T, q_lora_rank]
+    with tensor_cores.beside(x, 2) as join_query:
+        q = linear(c_q, w.q_b).view(tokens, c.num_attention_heads, c.qk_head_dim)  # [T, H, nope + rope]
+        q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_rope = apply_rope(q_rope, batch.cos_sin, rule)  # [T, H, rope]
+        q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order) if absorbed else None  # [T, H, L]
+
     if w.indexer is not None and batch.chosen is None:
         seen = lightning_index(w.indexer, c, cache, layer, batch, x, c_q)  # index_topk positions a query
-    join()
+    join_rows()
+    join_query()
     if absorbed:
         attended = _attend_latent(c, cache, layer, batch, q_latent, q_rope, seen)  # [T, H, L]
         out = heads_product(attended, w.w_uv, batch.kernels.order)  # [T, H, v]

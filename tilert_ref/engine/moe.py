@@ -119,7 +119,7 @@ def _moe_on_device(
     w: MoeWeights, config: ModelConfig, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """moe of a few tokens on a Hopper GPU, without a look at the ids from the host: a row for each token and expert."""
-    with tensor_cores.beside(x) as join:
+    with tensor_cores.beside(x, 1) as join:
         shared = None if w.shared is None else mlp(w.shared, x)
     pairs = ids.flatten()  # [T * k]
     inner = silu_and_mul(experts_product(x, w.gate_up, pairs, x.dtype))  # [T * k, I]

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 HOPPER_CAPABILITY = 9
+BRANCHES = 4
 FEW_TOKENS = 64
 """Up to so many tokens experts are looked up on the device; a prompt goes through its experts one by one."""
 
@@ -27,29 +28,33 @@ def there(x: torch.Tensor) -> bool:
 
 
 @contextmanager
-def beside(x: torch.Tensor) -> Iterator[Callable[[], None]]:
+def beside(x: torch.Tensor, branch: int) -> Iterator[Callable[[], None]]:
     """What is launched in this context runs beside what follows it, up to the call of what it yields.
 
     Only while a step is captured; elsewhere one comes after the other. A matrix with few rows keeps a few
-    multiprocessors busy for as long as a large one keeps all of them.
+    multiprocessors busy for as long as a large one keeps all of them. branch: 1 to BRANCHES; two that run at a time
+    have different numbers.
     """
     if not (there(x) and torch.cuda.is_current_stream_capturing()):
         yield lambda: None
         return
-    trunk, branch = torch.cuda.current_stream(), _branch(x.device)
-    branch.wait_stream(trunk)
-    with torch.cuda.stream(branch):
-        yield lambda: trunk.wait_stream(branch)
+    trunk, stream = torch.cuda.current_stream(), _branches(x.device)[branch - 1]
+    stream.wait_stream(trunk)
+    with torch.cuda.stream(stream):
+        yield lambda: trunk.wait_stream(stream)
 
 
-def on_branch(device: torch.device) -> bool:
-    """Whether what is launched now runs beside something else: then nothing may be shared with that."""
-    return device.type == "cuda" and torch.cuda.current_stream(device) == _branch(device)
+def current_branch(device: torch.device) -> int:
+    """Which branch is launched into, 0 for the trunk: branches may not share what they write."""
+    if device.type != "cuda":
+        return 0
+    current = torch.cuda.current_stream(device)
+    return next((number for number, stream in enumerate(_branches(device), 1) if stream == current), 0)
 
 
 @functools.cache
-def _branch(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _branches(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.Stream(device) for _ in range(BRANCHES))
 
 
 @functools.cache

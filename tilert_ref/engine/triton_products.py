@@ -154,7 +154,7 @@ def fp8_product(
         expert_ids if experts else scales,
         out,
         partials,
-        _counters(codes.device)[int(tensor_cores.on_branch(codes.device))],
+        _counters(codes.device)[tensor_cores.current_branch(codes.device)],
         pairs,
         rows,
         columns,
@@ -193,9 +193,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Arrivals of the parts of a product, [2, COUNTERS], for the trunk and for what runs beside it. Zero between
-    launches: the last part sets its own back."""
-    return torch.zeros(2, COUNTERS, dtype=torch.int32, device=device)
+    """Arrivals of the parts of a product, for the trunk of a step and each branch. Zero between launches: the last part
+    sets its own back."""
+    return torch.zeros(1 + tensor_cores.BRANCHES, COUNTERS, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def indexer(t: Token, w: IndexerWeights, cached: torch.Tensor, p: str) -> Compar
     query = dsa.index_queries(w, c, t.batch.cos_sin, c_q, t.batch.kernels.pointwise)
     our_codes, scale = quantize_index(query, INDEX_QUERY_FLOOR)
     yield "indexer query codes (from query latent)", our_codes, codes
-    yield "indexer weights", dsa.index_weights(w, c, x, scale), weights
+    yield "indexer weights", dsa.index_weights(c, linear(x, w.weights_proj), scale), weights
     key_codes, key_scale = (part.contiguous().view(torch.uint8) for part in quantize_index(key, INDEX_KEY_FLOOR))
     yield "index key bytes", torch.cat((key_codes, key_scale[None]), dim=-1), cached[t.batch.first :]
     if t.batch.end > c.index_topk:
