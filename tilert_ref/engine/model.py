@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.attention import (
     attend_absorbed,
+    attend_by,
     attend_chosen,
     attend_plain,
     attend_selected,
@@ -89,7 +90,9 @@ def _absorbed(
 ) -> torch.Tensor:
     q_latent = heads_product(q_nope, w.w_uk, batch.kernels.order)  # [T, H, L]
     kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
-    if batch.captured or batch.kernels.on_tensor_cores(q_latent):
+    if batch.absorbed and batch.kernels.attention is not None:
+        attended = attend_by(batch.kernels.attention, q_latent, q_rope, cache, layer, seen)  # [T, H, L]
+    elif batch.captured or batch.kernels.on_tensor_cores(q_latent):
         attended = attend_selected(q_latent, q_rope, cache, layer, seen, c.softmax_scale, kernel)  # [T, H, L]
     elif batch.absorbed:
         rows = cache.read(layer, batch.end)  # [S, L + rope]
