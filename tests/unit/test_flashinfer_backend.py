@@ -161,7 +161,7 @@ def test_work_is_split_anew_only_where_the_number_of_rows_changes(gpu: Gpu, tiny
     assert [wrapper.splits for wrapper in Wrapper.made] == [[1, 41, 42, 43]]
 
 
-@pytest.mark.parametrize(("kv", "num_mtp"), [("bf16", 3), ("fp8", 0)])
+@pytest.mark.parametrize(("kv", "num_mtp"), [("bf16", 2), ("fp8", 0)])
 def test_a_captured_step_has_one_split_for_every_replay(kv: str, num_mtp: int, gpu: Gpu) -> None:
     """The step that a GPU captures, run as plain torch; eager steps in between don't touch its wrapper."""
     eager = engine(model_dir("tiny-glm5"), "auto", num_mtp, kv)
@@ -169,7 +169,7 @@ def test_a_captured_step_has_one_split_for_every_replay(kv: str, num_mtp: int, g
     captured = engine(model_dir("tiny-glm5"), "flashinfer", num_mtp, kv)
     captured.captured = GreedySteps(captured.model, captured.cache, num_mtp, capture=lambda run: run)
     for length in (TOPK, 20, TOPK + 14):
-        assert answer(captured, length, 12) == answer(eager, length, 12)
+        assert answer(captured, length, 5) == answer(eager, length, 5)
     assert [wrapper.splits for wrapper in Wrapper.made].count([TOPK]) == 1
     assert len(Wrapper.made) == 1 + 1 + num_mtp
     with pytest.raises(ValueError, match="captured steps of flashinfer at 255 tokens; legal: eager steps there"):

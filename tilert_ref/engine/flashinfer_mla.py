@@ -100,7 +100,7 @@ class WrapperMLA:
         self._heads, self._scale, self._topk = config.num_attention_heads, config.softmax_scale, config.index_topk
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._eager = list[Plan]()  # by place in the window: its queries see different numbers of rows
-        self._replayed: Plan | None = None  # planned once: a graph that was captured reads it at every replay
+        self._replayed = dict[int, Plan]()  # by number of rows; planned once, since captured graphs read them
 
     def compile(self) -> None:
         self._eager_plan(0, 1)
@@ -139,11 +139,12 @@ class WrapperMLA:
         return plan
 
     def _replayed_plan(self, rows: int) -> Plan:
-        if self._replayed is None or self._replayed.rows != rows:
-            self._replayed = self._new_plan(rows)
-            self._split(self._replayed, rows)
-        return self._replayed
+        if rows not in self._replayed:
+            self._replayed[rows] = self._new_plan(rows)
+            self._split(self._replayed[rows], rows)
+        return self._replayed[rows]
 
+    @torch.inference_mode(False)  # else nothing could write the buffers outside of it
     def _new_plan(self, room: int) -> Plan:
         def buffer(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._device)
@@ -182,7 +183,7 @@ class TrtllmGenMLA:
     """trtllm_batch_decode_with_kv_cache_mla on Blackwell. UNTESTED: written against FlashInfer 0.6.14's documentation
     and vLLM's use of it (v1/attention/backends/mla/flashinfer_mla_sparse.py), and never run on such a GPU.
 
-    Sparse: block_tables are the slots, seq_lens how many of them are used. Dense: block_tables are pages of 64 rows,
+    Sparse: block_tables are the slots, always index_topk of them, seq_lens how many of them are used. Dense: block_tables are pages of 64 rows,
     whose number has to be even. Steps on such a GPU are eager, since the other kernels of a captured one are Hopper's.
     """
 
@@ -191,6 +192,7 @@ class TrtllmGenMLA:
     def __init__(self, mla: ModuleType, config: ModelConfig, device: torch.device):
         self._mla, self._scale, self._topk = mla, config.softmax_scale, config.index_topk
         self._nope = config.qk_nope_head_dim
+        self._width = -(-(config.index_topk or 0) // PAGE) * PAGE
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # zeros: it has semaphores
 
     def replays(self, length: int) -> bool:
@@ -221,7 +223,7 @@ class TrtllmGenMLA:
     def _sparse(
         self, query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, length: torch.Tensor
     ) -> torch.Tensor:
-        slots = padded(slots, PAGE)
+        slots = padded(slots, self._width)
         if rows.dtype == torch.uint8:
             rows, slots = gathered(rows, slots), torch.arange(len(slots), dtype=torch.int32, device=rows.device)
         return self._run(query, rows, slots[None, None], length, max_seq_len=len(slots), sparse_mla_top_k=len(slots))
