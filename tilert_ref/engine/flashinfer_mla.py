@@ -183,8 +183,9 @@ class TrtllmGenMLA:
     """trtllm_batch_decode_with_kv_cache_mla on Blackwell. UNTESTED: written against FlashInfer 0.6.14's documentation
     and vLLM's use of it (v1/attention/backends/mla/flashinfer_mla_sparse.py), and never run on such a GPU.
 
-    Sparse: block_tables are the slots, always index_topk of them, seq_lens how many of them are used. Dense: block_tables are pages of 64 rows,
-    whose number has to be even. Steps on such a GPU are eager, since the other kernels of a captured one are Hopper's.
+    Sparse: block_tables are slots, always index_topk of them, and seq_lens how many of these are used. Dense:
+    block_tables are pages of 64 rows, whose number has to be even. Steps on such a GPU are eager, since the other
+    kernels of a captured one are Hopper's.
     """
 
     name = "trtllm-gen"
