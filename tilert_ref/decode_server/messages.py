@@ -38,7 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
     without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots. kv_scale_rule: of
-    fp8_ds_mla rows.
+    fp8_ds_mla rows. attention: back end of decode's attention; engines that are not `ref` know only `auto`.
     """
 
     engine: str
@@ -50,6 +50,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     buffer_fd: int
     kv_scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO
     slots: int = 1
+    attention: str = "auto"
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):

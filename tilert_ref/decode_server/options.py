@@ -15,6 +15,7 @@ from tilert_ref.decode_server.engine_process import FACTORIES
 from tilert_ref.decode_server.messages import LayoutSpec
 from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
+from tilert_ref.engine.flashinfer_mla import ATTENTION
 
 MAX_SENDERS = 8
 MAX_SLOTS = 16
@@ -79,6 +80,7 @@ class Options:
     num_mtp: int
     layout: LayoutSpec
     kv_scale_rule: ScaleRule
+    attention: str
     transport: str
     network: MooncakeNetwork
     host: str
@@ -152,6 +154,13 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         help="how fp8 rows are quantised, by the vLLM of the prefill node: power_of_two (default, 0.32), plain (0.26)",
     )
     add(
+        "--attention-backend",
+        default="auto",
+        choices=ATTENTION,
+        help="of decode, with --engine ref: auto (default), the engine's own for the device; triton, our Hopper "
+        "kernels or an error; flashinfer, which needs flashinfer-python and a CUDA GPU",
+    )
+    add(
         "--receive-slots",
         type=int,
         default=2,
@@ -209,6 +218,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         num_mtp=args.num_mtp if args.with_mtp else 0,
         layout=layout,
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
+        attention=args.attention_backend,
         transport=args.transport,
         network=_network(args),
         host=args.host,
@@ -232,6 +242,10 @@ def _receive_slots(count: int) -> int:
 def _check_engine(args: argparse.Namespace) -> None:
     if args.engine not in FACTORIES and ":" not in args.engine:
         raise ValueError(f"--engine {args.engine}: legal: {', '.join(FACTORIES)}, or PACKAGE.MODULE:FUNCTION")
+    if args.attention_backend != "auto" and args.engine not in ("ref", "tilert"):
+        raise ValueError(
+            f"--attention-backend {args.attention_backend} with --engine {args.engine}: for --engine ref; legal: auto"
+        )
     if args.engine in ("ref", "tilert") and not args.model_weights_dir:
         raise ValueError(
             f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"

@@ -20,7 +20,7 @@ import torch
 from tilert_ref.engine import tensor_cores, vllm_avx2, vllm_hopper
 from tilert_ref.engine.batch import Seen, Selected
 from tilert_ref.engine.cache import KVCache
-from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
+from tilert_ref.engine.numerics import DecodeAttention, KernelRounding, Kernels, SumOrder, round_kernel
 
 NEAREST = KernelRounding.NEAREST
 GATHERED_VALUES = 2**20  # row values that a group of sparse queries gathers at a time: 4 MB in fp32
@@ -89,6 +89,15 @@ def attend_selected(
     backwards = kernel.attend is vllm_hopper.attend_bf16_rows
     arguments = cache.layer_rows(layer), chosen.slots, chosen.counts, q_latent.shape[-1], scale, backwards
     return tensor_cores.attention().attend(query, *arguments)
+
+
+def attend_by(
+    backend: DecodeAttention, q_latent: torch.Tensor, q_rope: torch.Tensor, cache: KVCache, layer: int, seen: Seen
+) -> torch.Tensor:
+    """attend_selected by a back end of the operator's choice. Where the host knows the counts, it says so."""
+    chosen = selected(seen, cache.block_table, cache.block_size)
+    counts = chosen.counts if isinstance(seen, Selected) else [s.stop if isinstance(s, slice) else len(s) for s in seen]
+    return backend(q_latent, q_rope, cache.layer_rows(layer), chosen.slots, counts)
 
 
 def selected(seen: Seen, block_table: torch.Tensor, block_size: int) -> Selected:

@@ -163,6 +163,8 @@ class GreedySteps:
     @torch.inference_mode()
     def run(self, seq_len: int, last_prompt_token: int, first_token: int) -> Iterator[list[int]]:
         """Endless ids after first_token at seq_len, those of one step after those of another."""
+        if (attention := self.model.kernels.attention) is not None and not attention.replays(seq_len):
+            raise ValueError(f"captured steps of {attention.name} at {seq_len} tokens; legal: eager steps there")
         self.state.start(seq_len, first_token)
         if self.num_drafts:
             self._last_prompt_token.fill_(last_prompt_token)

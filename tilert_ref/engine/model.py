@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.attention import (
     attend_absorbed,
+    attend_by,
     attend_chosen,
     attend_plain,
     attend_selected,
@@ -94,6 +95,8 @@ def _attend_latent(
     seen: Seen,
 ) -> torch.Tensor:
     kernel = decode_kernel(batch.kernels, sparse=c.index_topk is not None, fp8_rows=cache.scale_rule is not None)
+    if batch.absorbed and batch.kernels.attention is not None:
+        return attend_by(batch.kernels.attention, q_latent, q_rope, cache, layer, seen)
     if batch.captured or batch.kernels.on_tensor_cores(q_latent):
         return attend_selected(q_latent, q_rope, cache, layer, seen, c.softmax_scale, kernel)
     rows = cache.read(layer, batch.end)  # [S, L + rope]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -44,18 +45,43 @@ class Pointwise(Enum):
     FUSED = "fused"  # its CUDA kernels: fp32 inside, rounded once at the end; the norm sees the rounded sum
 
 
+class DecodeAttention(Protocol):
+    """A back end for decode's attention that is not the engine's own (flashinfer_mla.py)."""
+
+    name: str
+
+    def __call__(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        counts: list[int] | torch.Tensor,
+    ) -> torch.Tensor:
+        """q_latent [T, H, L], q_rope [T, H, R]; query t sees the first counts[t] of rows[slots[t]]. -> [T, H, L].
+
+        rows: all of a layer by slot, bf16 [S, L + R] or fp8_ds_mla's bytes; slots int32 [T, n]. counts are on the
+        device in a captured step, and the softmax scale is the model's.
+        """
+
+    def replays(self, length: int) -> bool:
+        """Whether a captured step is right at positions from `length` - 1 on."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What the fused kernels of the peer do that a plain formula leaves open.
 
     fp8: how activations are rounded for block-fp8 weights. The peer of a fp8 checkpoint is vLLM on CUDA whatever this
     engine's device is; the default is DeepGEMM, which the recording kit runs (VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0).
+    attention: what computes decode's attention where it isn't the peer's arithmetic, by an operator's choice.
     """
 
     rounding: KernelRounding = KernelRounding.NEAREST
     order: SumOrder = SumOrder.TORCH
     pointwise: Pointwise = Pointwise.NATIVE
     fp8: ActivationScale = ActivationScale.UE8M0
+    attention: DecodeAttention | None = None
 
     def on_tensor_cores(self, x: torch.Tensor) -> bool:
         """Whether x is on a Hopper GPU and its arithmetic is the one that is followed."""

@@ -1,6 +1,7 @@
 """RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.dummy import DummyTensors
+from tilert_ref.engine.flashinfer_mla import decode_attention
 from tilert_ref.engine.graph import GreedySteps
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.numerics import Kernels, vllm_kernels
@@ -40,12 +42,16 @@ class RefEngine:
     def facts(self) -> dict[str, str]:
         """What a record of this engine's output has to say about how it was made."""
         kernels = self.model.kernels
-        return self.cache.facts | {
-            "kernel_rounding": kernels.rounding.value,
-            "sum_order": kernels.order.value,
-            "pointwise": kernels.pointwise.value,
-            "fp8_activations": kernels.fp8.value if self.model.config.block_fp8 else "none",
-        }
+        return (
+            self.cache.facts
+            | {
+                "kernel_rounding": kernels.rounding.value,
+                "sum_order": kernels.order.value,
+                "pointwise": kernels.pointwise.value,
+                "fp8_activations": kernels.fp8.value if self.model.config.block_fp8 else "none",
+            }
+            | ({"attention": kernels.attention.name} if kernels.attention else {})
+        )
 
     def inject(self, kv: PromptKV) -> None:
         """Copies every layer's rows and index pages as they came. Raises ValueError where they don't fit this model.
@@ -82,7 +88,7 @@ class RefEngine:
         stats = DraftStats()
         budget = min(max_tokens, self.max_seq_len - self.seq_len - 1)
         stop_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.config.eos_token_ids)
-        if self.captured is not None and sampling.greedy and top_logprobs is None:
+        if self._replays and sampling.greedy and top_logprobs is None:
             steps = self._captured_steps(first_token_id, stats)
         else:
             steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
@@ -91,6 +97,11 @@ class RefEngine:
 
     def reset(self) -> None:
         self.seq_len, self.last_prompt_token = 0, 0
+
+    @property
+    def _replays(self) -> bool:
+        attention = self.model.kernels.attention
+        return self.captured is not None and (attention is None or attention.replays(self.seq_len))
 
     def _steps(self, first_token: int, sampler: Sampler, stats: DraftStats) -> Iterator[list[Token]]:
         if not self.num_mtp:
@@ -179,6 +190,7 @@ def load_engine(
     kv_scale_rule: ScaleRule | str = ScaleRule.POWER_OF_TWO,
     kernels: Kernels | None = None,
     capture: bool = True,
+    attention: str = "auto",
     load_format: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
@@ -189,6 +201,8 @@ def load_engine(
     kernels: whose arithmetic is followed; None: that of the vLLM that would run on this device (numerics.py).
     load_format: auto, or dummy for random weights (dummy.py): only config.json is read.
     capture: greedy decoding runs as a CUDA graph where it can (graph.py).
+    attention: auto, the engine's own for decode; triton, the same, but an error where it isn't our Hopper kernels;
+        flashinfer (flashinfer_mla.py).
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
     if load_format not in ("auto", "dummy"):
@@ -197,13 +211,16 @@ def load_engine(
     _check_options(config, num_mtp, max_seq_len)
     scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
+    room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
+    backend = decode_attention(attention, config, device, room=room, block_size=block_size, progress=progress)
     kernels = kernels or vllm_kernels(device)
+    if backend is not None:
+        kernels = replace(kernels, attention=backend)
     how = {"with_mtp": num_mtp > 0, "device": device, "kernels": kernels}
     if load_format == "dummy":
         weights = take_weights(config, DummyTensors(config, device), **how)
     else:
         weights = load_weights(config, model_dir, progress=progress, **how)
-    room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
     rope = rope_table(config, room, table_dtype(config, kernels.pointwise)).to(device)
@@ -218,6 +235,8 @@ def can_capture(model: Model, cache: KVCache) -> bool:
     """Whether greedy steps can run as a CUDA graph: on a Hopper GPU, with vLLM's pages there."""
     widths = model.config.kv_lora_rank, model.config.qk_rope_head_dim
     powers_of_two = all(width & (width - 1) == 0 for width in widths)
+    if model.kernels.attention is not None and not model.kernels.attention.replays(len(model.rope)):
+        return False
     return model.kernels.on_tensor_cores(model.rope) and cache.block_size == 64 and powers_of_two
 
 
