@@ -34,10 +34,11 @@ def _over(x, y):
 
 @triton.jit
 def _norm_kernel(x, residual, weight, out, stream, eps, width, x_row, ADD: tl.constexpr, WIDTH: tl.constexpr):
-    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < width
+    factor = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)  # nobody writes it, so it needn't wait
+    begin()
     value = tl.load(x + t * x_row + d, mask=inside, other=0.0)
     if ADD:
         value = (value.to(tl.float32) + tl.load(residual + t * width + d, mask=inside, other=0.0).to(tl.float32)).to(
@@ -47,8 +48,7 @@ def _norm_kernel(x, residual, weight, out, stream, eps, width, x_row, ADD: tl.co
     wide = value.to(tl.float32)
     mean = _over(tl.sum(wide * wide, 0), width.to(tl.float32))
     normed = wide * tl.rsqrt(mean + eps)
-    normed = normed * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + t * width + d, normed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + t * width + d, (normed * factor).to(out.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(
@@ -78,15 +78,16 @@ def add_rms_norm(
 
 @triton.jit
 def _layer_norm_kernel(x, weight, bias, out, eps, x_row, WIDTH: tl.constexpr):
-    begin()
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH)
+    factor, shift = tl.load(weight + d), tl.load(bias + d)
+    begin()
     value = tl.load(x + t * x_row + d).to(tl.float32)
     mean = tl.sum(value, 0) / WIDTH
     centred = value - mean
     variance = tl.sum(centred * centred, 0) / WIDTH
     normed = centred * tl.rsqrt(variance + eps)
-    normed = normed * tl.load(weight + d) + tl.load(bias + d)
+    normed = normed * factor + shift
     tl.store(out + t * WIDTH + d, normed.to(out.dtype.element_ty))
 
 
