@@ -69,7 +69,8 @@ FOLLOWED = 3  # every third prompt is compared in vLLM's own order of chosen pos
 
 @dataclass(frozen=True)
 class Scenario:
-    """One golden file. others: arrangements of vLLM beside the main recording, as (name, engine arguments, rounds)."""
+    """One golden file. floor: vLLM against itself too, the prompts again and in batches; others: by other processes,
+    compiled and in chunks."""
 
     model: str
     weights: str
@@ -77,6 +78,7 @@ class Scenario:
     mtp: bool
     numbers: tuple[int, ...]
     others: bool = False
+    floor: bool = True
 
     @property
     def name(self) -> str:
@@ -164,7 +166,8 @@ def plans(scenario: Scenario, prompts: list[list[int]], checkpoint: Path) -> dic
     some = [prompts[number] for number in SOME if number in scenario.numbers]
     whole, repeated = {"prompts": chosen, "rounds": ["alone", "batch"]}, {"prompts": again, "rounds": ["repeat"]}
     base = {"engine": engine, "tokens": GOLDEN_TOKENS, "logprobs": 20}
-    main = {"parts": {"main": whole, "again": repeated}, "handoff": "nixl"}
+    parts = {"main": whole, "again": repeated} if scenario.floor else {"main": whole | {"rounds": ["alone"]}}
+    main = {"parts": parts, "handoff": "nixl"}
     if not scenario.mtp:
         main |= {"choices": True, "traced": TRACED}
     made = {"main": base | main}
@@ -250,10 +253,12 @@ def collect(lab: Lab, scenario: Scenario, checkpoint: Path, kinds: list[str]) ->
     def floor(what: str, theirs: list[Answer], which: list[list[int]] = prompts) -> Noise:
         return noise(what, [alone[prompts.index(prompt)] for prompt in which], theirs)
 
-    found = [
-        floor("alone again", parts["again"]["repeat"], plan["parts"]["again"]["prompts"]),
-        floor("all prompts at once, 8 at a time", parts["main"]["batch"]),
-    ]
+    found = list[Noise]()
+    if scenario.floor:
+        found += [
+            floor("alone again", parts["again"]["repeat"], plan["parts"]["again"]["prompts"]),
+            floor("all prompts at once, 8 at a time", parts["main"]["batch"]),
+        ]
     if "compiled" in out:
         found.append(floor("compiled, CUDA graphs, 8 at a time", out["compiled"]["parts"]["main"]["batch"]))
     if "chunked" in out:
@@ -309,7 +314,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for golden files, comparisons and logs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="scenarios by name, or by how names begin")
-    parser.add_argument("--no-floor", action="store_true", help="without vLLM's other arrangements")
+    parser.add_argument("--no-floor", action="store_true", help="without vLLM against itself: to compare once more")
     parser.add_argument("--raw", type=Path, help="where whole recordings go, some GB (default: OUT/raw)")
     parser.add_argument("--lanes", type=int, default=8, help="processes on each GPU at once (default: %(default)s)")
     parser.add_argument("--record-only", action="store_true", help="leave the comparison to a later --verify-only")
@@ -323,7 +328,7 @@ def main() -> int:
     if not args.verify_only and (missing := missing_here()):
         parser.error(f"recording needs {' and '.join(missing)}")
     if args.no_floor:
-        chosen = [replace(s, others=False) for s in chosen]
+        chosen = [replace(s, others=False, floor=False) for s in chosen]
     if args.prompts:  # from both ends: the last ones are the longest
         first, last = args.prompts - args.prompts // 3, args.prompts // 3
         chosen = [replace(s, numbers=s.numbers[:first] + s.numbers[len(s.numbers) - last :]) for s in chosen]

@@ -83,6 +83,13 @@ class Recorder:
         self.params = {"temperature": 0, "max_tokens": plan["tokens"], "ignore_eos": True}
         self.params["logprobs"] = plan.get("logprobs", 5)
 
+    def warm_up(self) -> None:
+        """Every prompt once, unmarked: kernels are compiled at first use, for longer than a handoff may wait."""
+        prompts = {tuple(prompt) for part in self.plan["parts"].values() for prompt in part["prompts"]}
+        for prompt in sorted(prompts, key=len):
+            request, params = {"prompt_token_ids": list(prompt)}, SamplingParams(temperature=0, max_tokens=2)
+            self.llm.generate([request], params, use_tqdm=False)
+
     def round(self, name: str, prompts: list[list[int]]) -> list[Answer]:
         if name == "batch":
             requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -189,6 +196,7 @@ def driver() -> str:
 def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
     recorder = Recorder(plan)
+    recorder.warm_up()
     recorded, seconds = dict[str, Any](), dict[str, float]()
     for name, part in plan["parts"].items():
         recorded[name] = {}
