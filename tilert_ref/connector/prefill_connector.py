@@ -170,10 +170,12 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             allowed=settings.allowed_hosts,
             secret=settings.secret,
         )
-        self._sender = Sender(
-            config, lambda: make_transport(settings.transport, "", receiver=False, network=settings.network)
-        )
         device, pinned = _staging_device(caches, settings)
+        on_host = device.type == "cpu"
+        self._sender = Sender(
+            config,
+            lambda: make_transport(settings.transport, "", receiver=False, from_host=on_host, network=settings.network),
+        )
         pool = StagingPool(layout, rank, device, settings.max_staging_bytes, self._sender.forget, pinned)
         self._extractor = Extractor(
             caches,

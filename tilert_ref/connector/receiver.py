@@ -398,7 +398,8 @@ class ReceiveServer:
             for action in actions:
                 self._note(action)
             self._admit()
-            self._changed.notify_all()
+            if not all(map(_unremarkable, actions)):
+                self._changed.notify_all()
         return actions
 
     def _note(self, action: Action) -> None:
@@ -425,3 +426,8 @@ class ReceiveServer:
 
     def _snapshot(self) -> dict[str, Any]:
         return self._admission.snapshot(time.monotonic())
+
+
+def _unremarkable(action: Action) -> bool:
+    """Nothing for those who wait for a record. Waking them would hold up the sender that waits for its reply."""
+    return isinstance(action, Offer) or (isinstance(action, Reply) and isinstance(action.message, Accept))
