@@ -269,9 +269,9 @@ def add_parser(what: argparse._SubParsersAction) -> None:
     parser.add_argument("--repeats", type=int, default=100, help="handoffs and copies of each format (default 100)")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--no-extraction", action="store_true", help="leave vLLM out")
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of prefills in vLLM (default 40)")
+    parser.add_argument("--rounds", type=int, default=150, help="pairs of prefills in vLLM (default 150)")
     parser.add_argument("--extraction-tokens", type=int, default=1024, help="of each vLLM prompt (default 1,024)")
-    parser.add_argument("--prompts", type=int, default=4, help="vLLM prompts of a round (default 4)")
+    parser.add_argument("--prompts", type=int, default=1, help="vLLM prompts of a round (default 1)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
 
 
