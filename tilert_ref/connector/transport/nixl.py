@@ -35,7 +35,7 @@ import torch
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
-from tilert_ref.connector.transport.copiers import side_by_side
+from tilert_ref.connector.transport.copiers import side_by_side, wake_on_time
 from tilert_ref.connector.transport.regions import Region, Regions
 
 BATCH_BYTES = 64 << 20
@@ -167,6 +167,7 @@ class NixlTransport:
     # Owner thread.
 
     def _run(self) -> None:
+        wake_on_time()
         pause = POLL_MIN_S
         while True:
             try:
