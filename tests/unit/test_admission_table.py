@@ -25,7 +25,7 @@ from tilert_ref.connector.admission import (
     Reply,
 )
 from tilert_ref.connector.codec import Accept, Announce, Done, Reject
-from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
+from tilert_ref.connector.layout import BF16, BufferLayout, model_profile, profile
 
 TIMEOUT = 120.0
 
@@ -346,6 +346,18 @@ def test_geometry_is_checked_if_a_layout_is_given() -> None:
     reply = desk.announce("c2", "a", tilert_ref=other.geometry())
     assert isinstance(reply, Reject) and "num_layers 5, we have 4" in str(reply.detail)
     assert reason(desk.announce("c3", "a", tilert_ref=layout.geometry())) == "accepted"
+
+
+def test_kv_of_another_checkpoint_is_refused_and_both_are_named() -> None:
+    layout = BufferLayout(model_profile(4, True, False), BF16, 1000)
+    desk = Desk(layout=layout, checkpoint="ours")
+    reply = desk.announce("c1", "a", tilert_ref=layout.geometry(checkpoint="theirs"))
+    assert isinstance(reply, Reject) and reply.error == "geometry_mismatch"
+    assert reply.detail == "the peer has checkpoint 'theirs', we have 'ours'"
+    assert reason(desk.announce("c2", "a", tilert_ref=layout.geometry(checkpoint="ours"))) == "accepted"
+    published = BufferLayout(profile("glm5"), BF16, 1000)
+    desk = Desk(layout=published, checkpoint="ours")
+    assert reason(desk.announce("c1", "a")) == "accepted"  # TileRT's names none
 
 
 def test_wrong_use_is_named() -> None:

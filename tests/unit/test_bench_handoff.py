@@ -1,6 +1,7 @@
 """`tilert-ref bench handoff`: its arithmetic, and a small real run."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,24 @@ def test_spread_is_in_milliseconds() -> None:
     assert spread([0.005, 0.001, 0.003]) == {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "max": 5.0}
 
 
-def test_added_time_is_of_pairs_too() -> None:
-    result = bench_extract.summary([1.0, 2.0, 4.0], [1.1, 2.1, 4.0], [0.01, 0.02, 0.03])
-    added = result["added_percent"]
-    assert (added["of_medians"], added["of_minima"]) == pytest.approx((5.0, 10.0))
-    assert added["pairs"] == pytest.approx({"q1": 2.5, "median": 5.0, "q3": 7.5})
+def test_added_time_is_of_pairs() -> None:
+    unmarked = [bench_extract.Round(*seconds) for seconds in ((1.0, 1.0), (2.0, 1.0), (4.0, 1.0))]
+    marked = [bench_extract.Round(*seconds) for seconds in ((1.1, 1.02, 0.01), (2.1, 1.02, 0.02), (4.0, 1.02, 0.03))]
+    result = bench_extract.summary(unmarked, marked)
+    wall, processor = result["added_percent"], result["added_processor_percent"]
+    assert (wall["q1"], wall["median"], wall["q3"]) == pytest.approx((2.5, 5.0, 7.5))
+    assert (processor["median"], processor["interval"]) == (pytest.approx(2.0), pytest.approx([2.0, 2.0]))
     assert (result["hook_ms"], result["hook_percent"]) == pytest.approx((20.0, 1.0))
+
+
+def test_the_interval_holds_the_true_median_and_narrows_with_more_pairs() -> None:
+    rng, widths = random.Random(3), []
+    for count in (30, 480):
+        pairs = [(base, base * (1.01 + rng.gauss(0, 0.04))) for base in (rng.uniform(0.5, 2) for _ in range(count))]
+        low, high = bench_extract.added(pairs)["interval"]
+        assert low < 1.0 < high
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 2 < 3
 
 
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +61,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["--no-extraction", "--prompt-tokens", "130", "--repeats", "3", "--formats", "fp8_ds_mla"]
     assert bench.main(["handoff", *arguments, "--json", str(tmp_path / "out.json")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("ratio against memcpy: ")
-    result = json.loads((tmp_path / "out.json").read_text())["handoff"]["fp8_ds_mla"]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert 0 <= written["machine"]["others_share_of_processors"] <= 1
+    result = written["handoff"]["fp8_ds_mla"]
     assert result["bytes"] == 4 * (130 * 656 + 3 * 8448)
     assert all(stage["min"] >= 0 for stage in result["stages_ms"].values())

@@ -7,14 +7,16 @@ import pytest
 from pydantic import ValidationError
 
 from tilert_ref.connector.allow import LOOPBACK_PEERS
+from tilert_ref.connector.fingerprint import checkpoint_fingerprint
 from tilert_ref.connector.layout import FP8_DS_MLA, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.transport import MooncakeNetwork
 from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
-from tilert_ref.decode_server.server import keep_ucx_local
+from tilert_ref.decode_server.server import checkpoint, keep_ucx_local
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body, sampling_params
 from tilert_ref.engine.api import Capabilities, SamplingParams
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.tiny import model_dir
 
 NONE = Capabilities()
 ALL = Capabilities(penalties=True, ignore_eos=True, logprobs=True)
@@ -145,6 +147,15 @@ def test_tilert_defaults() -> None:
     assert (got.ctrl_port, got.http_port, got.host, got.senders) == (5556, 5557, "::", 8)
     assert got.layout.layout().layout_version == 10 and got.layout.max_seq_len == 4096
     assert (got.num_mtp, got.poll_s, got.transport) == (0, 0.0, "nixl")
+
+
+def test_the_checkpoint_of_our_own_engine_only_is_told_and_compared() -> None:
+    directory = model_dir("tiny-glm5")
+    ref = ["--model-weights-dir", str(directory)]
+    assert checkpoint(options(*ref)) == checkpoint_fingerprint(directory)
+    assert checkpoint(options(*ref, "--any-checkpoint")) is None
+    assert checkpoint(options(*ref, "--engine", "my.engine:make")) is None
+    assert checkpoint(options("--engine", "stub")) is None
 
 
 def test_peers_are_this_machine_unless_named() -> None:

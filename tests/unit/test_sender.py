@@ -57,9 +57,11 @@ LAYOUT = BufferLayout(CACHES.profile, CACHES.row_format, max_seq_len=160)
 class Node:
     """A decode node."""
 
-    def __init__(self, layout: BufferLayout = LAYOUT, transport: str = "zmq") -> None:
+    def __init__(self, layout: BufferLayout = LAYOUT, transport: str = "zmq", checkpoint: str | None = None) -> None:
         self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        self.server = ReceiveServer(layout, self.buffer, make_transport(transport, "127.0.0.1"), "127.0.0.1", 0)
+        self.server = ReceiveServer(
+            layout, self.buffer, make_transport(transport, "127.0.0.1"), "127.0.0.1", 0, checkpoint=checkpoint
+        )
         self.server.start()
 
     def claim(self, rid: str, seq_len: int = 40, blocks: list[int] | None = None) -> Claim:
@@ -91,10 +93,11 @@ class Prefill:
         make: Callable[[], Any] | None = None,
         max_bytes: int | None = None,
         transport: str = "zmq",
+        checkpoint: str | None = None,
         **config: Any,
     ) -> None:
         made = make or (lambda: make_transport(transport, "", receiver=False))
-        self.sender = Sender(SenderConfig(LAYOUT, LAYOUT.geometry(), **config), made)
+        self.sender = Sender(SenderConfig(LAYOUT, LAYOUT.geometry(checkpoint=checkpoint), **config), made)
         self.pool = StagingPool(LAYOUT, 0, torch.device("cpu"), max_bytes, self.sender.forget)
         self.jobs: list[Job] = []
         self.extractor = Extractor(CACHES, self.pool, range(2), self._submit, refuse=self.sender.report)
@@ -299,6 +302,26 @@ def test_mismatches_are_named(prefill: Prefill, theirs: BufferLayout, text: str)
     assert text in prefill.jobs[0].failure
     with pytest.raises(HandoffFailed, match=re.escape(text)):
         node.server.wait("a", 20, NEVER)
+    node.server.close()
+
+
+def test_a_prefill_node_with_other_weights_fails_and_names_both_digests() -> None:
+    node, prefill = Node(checkpoint="v1:aaaa"), Prefill(checkpoint="v1:bbbb")
+    prefill.step(node.claim("a"))
+    text = "the peer has checkpoint 'v1:aaaa', we have 'v1:bbbb'"
+    with pytest.raises(HandoffFailed, match=text):
+        node.server.wait("a", 20, NEVER)
+    assert text in prefill.jobs[0].failure
+    prefill.sender.close()
+    node.server.close()
+
+
+@pytest.mark.parametrize(("decode", "prefills"), [("v1:aaaa", "v1:aaaa"), ("v1:aaaa", None), (None, "v1:bbbb")])
+def test_equal_and_unknown_checkpoints_go_together(decode: str | None, prefills: str | None) -> None:
+    node, prefill = Node(checkpoint=decode), Prefill(checkpoint=prefills)
+    prefill.step(node.claim("a"))
+    assert torch.equal(node.receive("a"), rows_of(40))
+    prefill.sender.close()
     node.server.close()
 
 

@@ -37,6 +37,7 @@ class Node:
     """One decode node: a receive server in this process."""
 
     layout: BufferLayout
+    checkpoint: str | None = None
     transport: str = "nixl"
     buffer: torch.Tensor = field(init=False)
     server: ReceiveServer = field(init=False)
@@ -44,7 +45,7 @@ class Node:
     def __post_init__(self) -> None:
         self.buffer = torch.zeros(self.layout.total_bytes, dtype=torch.uint8)
         transport = make_transport(self.transport, "127.0.0.1")
-        self.server = ReceiveServer(self.layout, self.buffer, transport, "127.0.0.1", 0)
+        self.server = ReceiveServer(self.layout, self.buffer, transport, "127.0.0.1", 0, checkpoint=self.checkpoint)
         self.server.start()
 
     @property

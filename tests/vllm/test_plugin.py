@@ -3,7 +3,7 @@
 One start of vLLM per scenario. Prompts are synthetic token ids of the tiny checkpoint.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import pytest
 import torch
 from serving import CHILD, MTP, Node, Run
 
+from tilert_ref.connector.fingerprint import checkpoint_fingerprint
 from tilert_ref.connector.layout import BF16, BufferLayout, model_profile
+from tilert_ref.connector.receiver import HandoffFailed
 from tilert_ref.engine.make_tiny import make_tiny
 from tilert_ref.native_pool import read_steps, strays
 from tilert_ref.stack import free_port, multi_connector_config, nixl_config, side_channel, step_log_config
@@ -37,9 +39,9 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 @contextmanager
-def nodes(count: int, mtp: bool) -> Iterator[list[Node]]:
+def nodes(count: int, mtp: bool, checkpoints: Sequence[str | None] = ()) -> Iterator[list[Node]]:
     layout = BufferLayout(model_profile(MAIN_LAYERS + mtp, mtp, False), BF16, MAX_SEQ_LEN)
-    made = [Node(layout) for _ in range(count)]
+    made = [Node(layout, checkpoint) for checkpoint in checkpoints or [None] * count]
     try:
         yield made
     finally:
@@ -72,9 +74,11 @@ def assert_handed_off(results: dict[str, Any], index: int, sent: dict[str, Any],
 
 
 def test_alone_unmarked_requests_leave_no_trace_and_marked_ones_arrive(checkpoint: Path, tmp_path: Path) -> None:
-    with nodes(3, mtp=False) as (a, b, c):
+    digest = checkpoint_fingerprint(checkpoint)
+    with nodes(4, mtp=False, checkpoints=[digest, None, None, "v1:other"]) as (a, b, c, other):
         unmarked = [request(length, length) for length in (5, 70, 200)]
         mixed = [request(1, 11, a), request(33, 12), request(200, 13, b), request(64, 14), request(500, 15, c)]
+        mixed.append(request(20, 16, other))
         engine = {"model": str(checkpoint), "kv_transfer_config": CHILD}
         with start(tmp_path, engine, [unmarked, mixed]) as run:
             results = run.results()
@@ -85,6 +89,8 @@ def test_alone_unmarked_requests_leave_no_trace_and_marked_ones_arrive(checkpoin
             assert after_marked["transport"] and after_marked["staging_bytes"] > 0 and after_marked["threads"]
             for index, node in ((3, a), (5, b), (7, c)):
                 assert_handed_off(results, index, mixed[index - 3], node)
+            with pytest.raises(HandoffFailed, match=f"the peer has checkpoint 'v1:other', we have '{digest}'"):
+                other.receive("8")
 
 
 def test_with_mtp_inside_multi_connector(checkpoint: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def prompts_of(family: str) -> list[list[int]]:
 def serve(scenario: Scenario, scratch: Path) -> Served:
     drafting = scenario.drafting
     layout = BufferLayout(model_profile(LAYERS + drafting, drafting, True), BF16, MAX_SEQ_LEN)
-    nodes = [Node(layout, "zmq") for _ in range(max(map(len, scenario.batches)))]
+    nodes = [Node(layout, transport="zmq") for _ in range(max(map(len, scenario.batches)))]
     golden = prompts_of(scenario.family)
     prompts = [[golden[number] for number in batch] for batch in scenario.batches]
     batches = [

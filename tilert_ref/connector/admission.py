@@ -162,6 +162,7 @@ class Admission:
             other ranks may still come.
         layout: if given, announces whose geometry does not fit it are refused.
         slots: how many requests' KV can be here at the same time.
+        checkpoint: digest of the decode side's checkpoint; an announce that names another one is refused.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class Admission:
         request_timeout: float = 120.0,
         layout: BufferLayout | None = None,
         slots: int = 1,
+        checkpoint: str | None = None,
     ) -> None:
         if not senders or max_seq_len < 1 or slots < 1:
             got = f"{set(senders)}, {max_seq_len} and {slots}"
@@ -179,6 +181,7 @@ class Admission:
         self._max_seq_len = max_seq_len
         self._request_timeout = request_timeout
         self._layout = layout
+        self._checkpoint = checkpoint
         self._slots: list[_Slot | None] = [None] * slots
         self._generation = 0
         self._connections: dict[Conn, _Peer] = {}
@@ -512,7 +515,7 @@ class Admission:
         if self._layout is None:
             return None
         try:
-            check_geometry(announce.tilert_ref, self._layout)
+            check_geometry(announce.tilert_ref, self._layout, self._checkpoint)
         except HandoffRefused as refusal:
             return Reject(error="geometry_mismatch", rid=announce.rid, detail=refusal.reason)
         return None

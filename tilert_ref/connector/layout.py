@@ -7,6 +7,7 @@ offsets, write plans, comparisons and docs/layout.md are derived from them. Prin
 Source: protocol.md sections 8 (layout, versions), 7.1 (write plan), 11 (worked example).
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
@@ -388,25 +389,29 @@ def write_plan(
         raise LayoutError(f"a layer is listed twice: {sorted(layers)}")
     src_planes = src.bases_at(src_bases)
     planes = PLANES if src.profile.has_index else PLANES[:2]
-    return [
-        Copy(
-            _address(src, src_planes, plane, layer),
-            _address(dst, dst_bases, plane, layer),
-            src.layer_bytes(plane, seq_len),
-            layer,
-            plane,
+    ordered = sorted(layers)
+    columns = [
+        zip(
+            _addresses(src, src_planes, plane, ordered),
+            _addresses(dst, dst_bases, plane, ordered),
+            itertools.repeat(src.layer_bytes(plane, seq_len)),
+            ordered,
+            itertools.repeat(plane),
         )
-        for layer in sorted(layers)
         for plane in planes
     ]
+    return [Copy(*row) for rows in zip(*columns, strict=True) for row in rows]
 
 
-def _address(layout: BufferLayout, bases: PlaneBases, plane: Plane, layer: int) -> int:
-    shard, offset = layout.offset(plane, layer)
-    addresses: list[int] = getattr(bases, plane)
-    if len(addresses) != layout.nshards:
-        raise LayoutError(f"{len(addresses)} {plane} addresses for {layout.nshards} shards")
-    return addresses[shard] - layout.plane_bases[plane] + offset
+def _addresses(layout: BufferLayout, bases: PlaneBases, plane: Plane, layers: Sequence[int]) -> list[int]:
+    """Where each layer's part of the plane begins, see `BufferLayout.offset`."""
+    shards: list[int] = getattr(bases, plane)
+    if len(shards) != layout.nshards:
+        raise LayoutError(f"{len(shards)} {plane} addresses for {layout.nshards} shards")
+    for layer in layers:
+        layout.check_layer(layer)
+    stride = layout.layer_bytes(plane)
+    return [shards[layer % layout.nshards] + layer // layout.nshards * stride for layer in layers]
 
 
 def _check_compatible(src: BufferLayout, dst: BufferLayout) -> None:

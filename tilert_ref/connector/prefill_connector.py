@@ -36,6 +36,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from tilert_ref.connector.caches import Group, ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim, ClaimTracker
 from tilert_ref.connector.extract import Extractor
+from tilert_ref.connector.fingerprint import known_fingerprint
 from tilert_ref.connector.layout import BufferLayout
 from tilert_ref.connector.sender import Sender, SenderConfig
 from tilert_ref.connector.settings import Settings, SettingsError, read_settings
@@ -162,7 +163,7 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
         )
         config = SenderConfig(
             layout,
-            layout.geometry(nixl_version() if settings.transport == "nixl" else None),
+            layout.geometry(nixl_version() if settings.transport == "nixl" else None, _checkpoint(self._vllm_config)),
             senders=settings.senders,
             rank=rank,
             attempts=settings.admission_attempts,
@@ -170,10 +171,12 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):
             allowed=settings.allowed_hosts,
             secret=settings.secret,
         )
-        self._sender = Sender(
-            config, lambda: make_transport(settings.transport, "", receiver=False, network=settings.network)
-        )
         device, pinned = _staging_device(caches, settings)
+        on_host = device.type == "cpu"
+        self._sender = Sender(
+            config,
+            lambda: make_transport(settings.transport, "", receiver=False, from_host=on_host, network=settings.network),
+        )
         pool = StagingPool(layout, rank, device, settings.max_staging_bytes, self._sender.forget, pinned)
         self._extractor = Extractor(
             caches,
@@ -237,6 +240,12 @@ def _staging_device(caches: ModelCaches, settings: Settings) -> tuple[torch.devi
     if wanted == "cpu":
         return torch.device("cpu"), True
     raise SettingsError(f"tilert_pd_buffer_device is {wanted!r}, but vLLM's caches are on {caches.device}; legal: cpu")
+
+
+def _checkpoint(vllm_config: "VllmConfig") -> str | None:
+    """Digest of what vLLM loaded, if that is a directory of weights."""
+    made_up = vllm_config.load_config.load_format == "dummy"
+    return known_fingerprint(vllm_config.model_config.model, "vLLM made up its weights" if made_up else "")
 
 
 def _check_deferred_finalize() -> None:

@@ -205,7 +205,7 @@ _OURS: dict[str, dict[str, str]] = {
         "kv_bytes": "of a token of one layer",
         "pe_bytes": "of a token of one layer",
         "nixl_version": "named in errors; not compared",
-        "checkpoint": "digest, compared if both ends name one; neither program of ours does yet",
+        "checkpoint": "digest, see connector/fingerprint.py; compared if both ends name one",
     },
 }
 

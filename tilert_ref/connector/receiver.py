@@ -95,7 +95,8 @@ class ReceiveServer:
         host, port: where to listen for control connections; port 0 picks a free one.
         senders: ranks 0 .. senders-1 make a request complete.
         request_timeout: seconds, see Admission; also the patience with an accepted sender if the transport is fenced.
-        checkpoint: digest of the decode side's checkpoint, published in hello; None if not known.
+        checkpoint: digest of the decode side's checkpoint, published in hello; None if not known. Senders that name
+            another one are refused.
         peers: whose control connections are taken at all.
         secret: if given, only senders that know it get hello's addresses.
     """
@@ -130,7 +131,7 @@ class ReceiveServer:
         self._refused = 0  # connections that were closed before hello
         self._geometry = layout.geometry(nixl_version() if transport.name == "nixl" else None, checkpoint)
         ranks = frozenset(range(senders))
-        self._admission = Admission(ranks, layout.max_seq_len, request_timeout, layout, len(self._slots))
+        self._admission = Admission(ranks, layout.max_seq_len, request_timeout, layout, len(self._slots), checkpoint)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
         self._admitted: dict[bytes, int] = {}  # what a fenced transport lets through: tag -> address of a slot
@@ -398,7 +399,8 @@ class ReceiveServer:
             for action in actions:
                 self._note(action)
             self._admit()
-            self._changed.notify_all()
+            if not all(map(_unremarkable, actions)):
+                self._changed.notify_all()
         return actions
 
     def _note(self, action: Action) -> None:
@@ -425,3 +427,8 @@ class ReceiveServer:
 
     def _snapshot(self) -> dict[str, Any]:
         return self._admission.snapshot(time.monotonic())
+
+
+def _unremarkable(action: Action) -> bool:
+    """Nothing for those who wait for a record. Waking them would hold up the sender that waits for its reply."""
+    return isinstance(action, Offer) or (isinstance(action, Reply) and isinstance(action.message, Accept))

@@ -48,6 +48,7 @@ MAX_DESTINATIONS = 256
 logger = logging.getLogger(__name__)
 
 Destination = tuple[str, int]
+_Plan = dict[int, list[Copy]]
 
 
 @dataclass(frozen=True)
@@ -275,14 +276,18 @@ class _Attempt:
         checkpoint = config.geometry.checkpoint
         codec.check_hello(self._hello, config.layout, config.senders, transport.name, seq_len, checkpoint)
         _check_data_address(self._hello, config.allowed, self._connection.peer_address)
-        self._accept = self._announce()
-        hello = codec.destination(self._hello, self._accept)
-        codec.check_destination(hello, config.layout)
         self._register(transport)
+        self._announce()
+        plan = self._plan(self._hello)  # while the node decides; its answer seldom names another slot
+        self._accept = self._answer()
+        hello = codec.destination(self._hello, self._accept)
+        if hello is not self._hello:
+            codec.check_destination(hello, config.layout)
+            plan = self._plan(hello)
         while parts := self._job.take(PART_TIMEOUT_S):
             self._check_alive()
             self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
-            self._write(transport, hello, parts)
+            self._write(transport, hello, plan, parts)
         self._check_alive()
         self._send_done(True)
 
@@ -291,7 +296,7 @@ class _Attempt:
         self._connection, self._hello = _greeted(self._claim, self._config)
         self._unreachable = False
 
-    def _announce(self) -> Accept:
+    def _announce(self) -> None:
         claim, config = self._claim, self._config
         announce = Announce(
             rid=claim.rid,
@@ -306,6 +311,9 @@ class _Attempt:
         )
         self._announced = True
         self._connection.send(announce, _deadline(HANDSHAKE_TIMEOUT_S))
+
+    def _answer(self) -> Accept:
+        claim, config = self._claim, self._config
         reply = self._connection.reply(_deadline(HANDSHAKE_TIMEOUT_S))
         if not isinstance(reply, Accept):
             said = wire.describe(reply)
@@ -320,11 +328,12 @@ class _Attempt:
             transport.register(slot.memory.data_ptr(), slot.memory.nbytes, slot.memory)
             slot.registered = True
 
-    def _write(self, transport: Transport, hello: Hello, parts: list[Part]) -> None:
+    def _write(self, transport: Transport, hello: Hello, plan: _Plan, parts: list[Part]) -> None:
         for part in parts:
             if part.ready is not None:
                 part.ready.synchronize()
-        copies = [copy for part in parts for copy in self._copies(hello, part)]
+        mine = ((copy, part) for part in parts for layer in part.layers for copy in plan[layer])
+        copies = [copy for copy, part in mine if copy.plane in part.planes]
         tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
             transport.write(hello.meta(), copies, tag, _deadline(self._config.write_timeout_s))
@@ -333,11 +342,15 @@ class _Attempt:
         except TransferError as error:
             raise TransferError(f"{error}{self._version_note(hello)}") from error
 
-    def _copies(self, hello: Hello, part: Part) -> list[Copy]:
+    def _plan(self, hello: Hello) -> _Plan:
+        """Every copy that this rank may make into hello's slot, by layer."""
         slot = self._job.slot
         target = replace(slot.layout, max_seq_len=hello.max_seq_len, nshards=hello.shard_count)
-        plan = write_plan(slot.layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, part.layers)
-        return [copy for copy in plan if copy.plane in part.planes]
+        owned = range(slot.rank, slot.layout.profile.num_layers, slot.layout.nshards)
+        plan: _Plan = {layer: [] for layer in owned}
+        for copy in write_plan(slot.layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, owned):
+            plan[copy.layer].append(copy)
+        return plan
 
     def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""

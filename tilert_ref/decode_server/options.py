@@ -92,6 +92,7 @@ class Options:
     poll_s: float
     receive_slots: int
     deadlines: EngineDeadlines
+    any_checkpoint: bool
 
 
 def build_parser(env: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -143,6 +144,12 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         metavar="ADDRESS",
         help="addresses and CIDR networks that may connect to the control port, the HTTP port and zmq's data port "
         f"(default {LOOPBACK_PEERS}); any: no limit, as in TileRT. NIXL's own ports are not covered",
+    )
+    add(
+        "--any-checkpoint",
+        action="store_true",
+        help="take KV that was made with other weights too, for instance the same ones in another precision. Without "
+        "it, prefill nodes of tilert_ref are refused whose checkpoint has another digest (TileRT's name none)",
     )
     add("--mooncake-protocol", metavar="NAME", help=f"{' or '.join(MOONCAKE_PROTOCOLS)} (default tcp): see above")
     add("--mooncake-devices", metavar="A,B", help="RDMA devices that Mooncake may use (default: all)")
@@ -230,6 +237,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         poll_s=_poll_ms(env) / 1000,
         receive_slots=_receive_slots(args.receive_slots),
         deadlines=EngineDeadlines(args.engine_cancel_timeout_s, args.engine_stall_timeout_s),
+        any_checkpoint=args.any_checkpoint,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, MutableMapping
 import uvicorn
 
 from tilert_ref.connector.allow import parse_address
+from tilert_ref.connector.fingerprint import known_fingerprint
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
 from tilert_ref.connector.wire import listen
@@ -132,11 +133,21 @@ def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
         host=options.host,
         port=options.ctrl_port,
         senders=options.senders,
+        checkpoint=checkpoint(options),
         peers=options.peers,
         secret=options.secret,
     )
     receiver.start()
     return receiver
+
+
+def checkpoint(options: Options) -> str | None:
+    """Digest of the engine's checkpoint, for prefill nodes to compare with theirs. None if anything goes, or if it is
+    not known: another engine than `ref` may have converted its weights."""
+    if options.any_checkpoint:
+        return known_fingerprint(options.model_dir, "--any-checkpoint")
+    own = options.engine in ("ref", "tilert")
+    return known_fingerprint(options.model_dir, "" if own else f"engine {options.engine} reads what it likes")
 
 
 def describe(options: Options) -> str:

@@ -104,6 +104,7 @@ def make_transport(
     host: str,
     *,
     receiver: bool = True,
+    from_host: bool = True,
     peers: AllowList = LOOPBACK_PEERS,
     network: MooncakeNetwork = MooncakeNetwork(),
 ) -> Transport:
@@ -112,13 +113,14 @@ def make_transport(
     Args:
         host: address to listen on, receiver only; "" or "::" for all interfaces. mooncake always listens on all.
         receiver: False for the sending end, which opens no port (mooncake does, and has nothing behind it over tcp).
+        from_host: what a sender writes lies in host memory, which processors copy if the receiver is near.
         peers: whose connections a receiver takes, where the transport can choose: zmq. NIXL and Mooncake take any.
         network: for mooncake only.
     """
     if name == "nixl":
-        from tilert_ref.connector.transport.nixl import NixlTransport
+        from tilert_ref.connector.transport.nixl import COPIERS, NixlTransport
 
-        return NixlTransport(receiver=receiver)
+        return NixlTransport(receiver=receiver, copiers=COPIERS if from_host else 0)
     if name == "zmq":
         from tilert_ref.connector.transport.zmq import ZmqTransport
 

@@ -5,14 +5,18 @@ One thread owns the agent; everybody else hands it commands. What platform.md se
 - A write whose deadline has passed goes on, also after its handle was released. So its handle stays here and is polled
   until it ends; `TransferTimeout.settled` says when. Whoever gave up must keep the source, and the control connection,
   until then.
-- Over shared memory (CMA) `transfer` blocks for the whole copy. Writes are posted in batches of `BATCH_BYTES`, so that
-  one big write neither holds up the others nor overruns its deadline by much.
+- Over shared memory (CMA) whoever posts a write copies it, and `transfer` keeps Python's lock meanwhile: vLLM's forward
+  pass stands still. So a sender of host memory posts to UCX's own threads, `COPIERS` of them: together they copy twice
+  as fast as one. Without them `transfer` blocks for the whole copy.
+- Writes are posted in batches of `BATCH_BYTES`, so that one big write neither holds up the others nor overruns its
+  deadline by much.
 - A dead receiver shows as an exception, and its exceptions have no common base class.
 - The receiver's notifications are not used: TileRT's receiver never reads them, they would pile up in its memory.
 """
 
 import base64
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -31,14 +35,22 @@ import torch
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
+from tilert_ref.connector.transport.copiers import side_by_side, wake_on_time
 from tilert_ref.connector.transport.regions import Region, Regions
 
 BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
 COMMAND_TIMEOUT_S = 60.0  # starting UCX takes 0.5 to 2 s, more on a loaded machine
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
+POLL_GROWTH = 1.25
+EARLY = 0.85
+"""Part of the time that the last writes took for as many bytes, after which a write is looked at for the first time. A
+look costs 0.05 ms of a processor that the copiers could use."""
+COPIERS = 2
+MIN_SHARED_BYTES = 1 << 20  # a smaller batch is not cut for the copiers
 PROGRESS_PAUSE_US = 10_000  # longest sleep of UCX's progress thread; what arrives wakes it
 
+_PAGE = 4096
 _MAKING_AGENT = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -62,19 +74,23 @@ class _Write:
     settled: "Future[None]" = field(default_factory=Future)  # done when no byte moves any more; raises if it failed
     abandoned: bool = False
     handle: Any = None
+    posted: float = 0.0  # time.monotonic() of the batch that moves
+    nbytes: int = 0  # of that batch
 
 
 class NixlTransport:
     """Both ends. The agent and its thread start at first use.
 
     receiver: True starts UCX's own progress thread, without which nothing arrives over TCP while nobody calls NIXL.
+    copiers: threads that write for a sender; 0 for none, then `transfer` does it itself.
     """
 
     name = "nixl"
     fenced = False
 
-    def __init__(self, *, receiver: bool = True) -> None:
+    def __init__(self, *, receiver: bool = True, copiers: int = COPIERS) -> None:
         self._receiver = receiver
+        self._copiers = 0 if receiver else copiers
         self._regions = Regions()
         # Not SimpleQueue: its get with a short timeout can wait for ever (seen with CPython 3.11, once in thousands of
         # puts), and a write would rest until the next command.
@@ -86,6 +102,7 @@ class NixlTransport:
         self._registrations: dict[int, Any] = {}
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
         self._writes: list[_Write] = []
+        self._s_per_byte = 0.0  # as the last writes took
 
     def start(self) -> None:
         self._call(self._started)
@@ -150,12 +167,13 @@ class NixlTransport:
     # Owner thread.
 
     def _run(self) -> None:
+        wake_on_time()
         pause = POLL_MIN_S
         while True:
             try:
-                command = self._commands.get(timeout=pause if self._writes else None)
+                command = self._commands.get(timeout=max(pause, self._rest()) if self._writes else None)
             except queue.Empty:
-                pause = POLL_MIN_S if self._poll_writes() else min(2 * pause, POLL_MAX_S)
+                pause = POLL_MIN_S if self._poll_writes() else min(POLL_GROWTH * pause, POLL_MAX_S)
                 continue
             if command is None:
                 break
@@ -164,11 +182,26 @@ class NixlTransport:
             pause = POLL_MIN_S
         self._shut_down()
 
+    def _rest(self) -> float:
+        """Seconds until the first of the batches that move may have ended."""
+        due = (write.posted + EARLY * write.nbytes * self._s_per_byte for write in self._writes)
+        return min(min(due) - time.monotonic(), POLL_MAX_S)
+
     def _shut_down(self) -> None:
-        for write in self._writes:
-            self._release(write)
+        """Ends the writes that are going on.
+
+        The end of the agent does. But with copiers, the end of an agent that still writes now and then aborts the
+        process (an assertion in UCX's `arbiter.c`). Such a one is left as it is, with what it reads: nobody polls it
+        any more, so that at most the copies that its threads are at come to their end.
+        """
+        handles = [write.handle for write in self._writes if write.handle is not None]
+        if handles and self._copiers:
+            _keep_for_ever((self._agent, handles, self._regions))
+        else:
+            for write in self._writes:
+                self._release(write)
         self._registrations.clear()
-        self._agent = None  # only the end of the agent stops writes that are going on
+        self._agent = None
         for write in list(self._writes):
             self._settle(write, TransferError("the NIXL transport was closed"))
 
@@ -176,14 +209,21 @@ class NixlTransport:
         if self._agent is None:
             from nixl._api import nixl_agent, nixl_agent_config
 
-            config = nixl_agent_config(enable_prog_thread=self._receiver, backends=["UCX"])
+            config = nixl_agent_config(enable_prog_thread=self._receiver, backends=[])
             # A name that no restarted process repeats: a known name with new metadata is refused by the other end.
             with _resting_progress_thread(nixl_agent):
                 agent = nixl_agent(f"tilert-{os.getpid()}-{uuid.uuid4().hex[:8]}", config)
+            if "UCX" in agent.get_plugin_list():
+                with side_by_side(self._copiers):
+                    agent.create_backend("UCX", self._ucx_options())
             if "UCX" not in agent.backends:  # NIXL 0.6 to 0.9 only warn
                 raise TransferError(f"NIXL {nixl_version()} has no UCX backend, only {sorted(agent.backends)}")
             self._agent = agent
         return self._agent
+
+    def _ucx_options(self) -> dict[str, str]:
+        """Batches of two copies and more go to the copiers. NIXL without them takes the options and ignores them."""
+        return {"num_threads": str(self._copiers), "split_batch_size": "2"} if self._copiers else {}
 
     def _register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
         region = Region(ptr, nbytes, tensor)
@@ -233,24 +273,32 @@ class NixlTransport:
 
     def _post(self, write: _Write, batch: list[Copy]) -> None:
         agent = self._started()
-        regions = [self._regions.find(copy.src, copy.nbytes) for copy in batch]
-        memory = {_memory_type(region) for region in regions}
-        if len(memory) != 1:
-            raise TransferError(f"one write cannot mix memory types, got {sorted(memory)}")
-        source = [(c.src, c.nbytes, _device(r)) for c, r in zip(batch, regions, strict=True)]
-        target = [(copy.dst, copy.nbytes, write.device) for copy in batch]
+        device, kind = self._source(batch)
+        pieces = _shared_out(batch, self._copiers)
+        source = [(src, nbytes, device) for src, _, nbytes in pieces]
+        target = [(dst, nbytes, write.device) for _, dst, nbytes in pieces]
         # The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours.
-        kind = memory.pop()
         descriptors = agent.get_xfer_descs(source, kind), agent.get_xfer_descs(target, kind)
         write.handle = agent.initialize_xfer("WRITE", *descriptors, self._remote(write.meta))
+        write.posted, write.nbytes = time.monotonic(), sum(copy.nbytes for copy in batch)
         state = agent.transfer(write.handle)
         if state != "PROC":
             self._finish_batch(write, state)
+
+    def _source(self, batch: list[Copy]) -> tuple[int, str]:
+        """(device, memory type) that the batch lies on."""
+        regions = {self._regions.find(copy.src, copy.nbytes) for copy in batch}
+        places = {(_device(region), _memory_type(region)) for region in regions}
+        if len(places) != 1:
+            raise TransferError(f"one write cannot mix memory of {sorted(places)}")
+        return places.pop()
 
     def _finish_batch(self, write: _Write, state: str) -> None:
         self._release(write)
         if state != "DONE":
             raise TransferError(f"NIXL ended the write with {state}")
+        took = (time.monotonic() - write.posted) / write.nbytes
+        self._s_per_byte += (took - self._s_per_byte) / 4
 
     def _release(self, write: _Write) -> None:
         handle, write.handle = write.handle, None
@@ -296,6 +344,11 @@ class NixlTransport:
                 self._agent.remove_remote_agent(name)
 
 
+def _keep_for_ever(objects: object) -> None:
+    """Not even the end of the interpreter takes them apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
 @contextlib.contextmanager
 def _resting_progress_thread(agent_class: type) -> Iterator[None]:
     """Agents made meanwhile have a progress thread that sleeps until something arrives.
@@ -326,6 +379,10 @@ def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
     batch: list[Copy] = []
     room = BATCH_BYTES
     for copy in copies:
+        if copy.nbytes <= room:
+            batch.append(copy)
+            room -= copy.nbytes
+            continue
         for offset in range(0, copy.nbytes, BATCH_BYTES):
             nbytes = min(BATCH_BYTES, copy.nbytes - offset)
             if nbytes > room:
@@ -335,6 +392,24 @@ def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
             room -= nbytes
     if batch:
         yield batch
+
+
+def _shared_out(batch: Sequence[Copy], copiers: int) -> list[tuple[int, int, int]]:
+    """(source, destination, bytes) for each descriptor.
+
+    NIXL gives each copier as many descriptors as the next, one after the other. So if the batch is worth it, each copy
+    is cut into a piece for every one of them, and all get as many bytes.
+    """
+    if not copiers or sum(copy.nbytes for copy in batch) < MIN_SHARED_BYTES:
+        return [(copy.src, copy.dst, copy.nbytes) for copy in batch]
+    pieces = []
+    for number in range(copiers):
+        for copy in batch:
+            cut = copy.nbytes // copiers // _PAGE * _PAGE
+            start, nbytes = number * cut, cut if number < copiers - 1 else copy.nbytes - number * cut
+            if nbytes:
+                pieces.append((copy.src + start, copy.dst + start, nbytes))
+    return pieces
 
 
 def _quiet(write: _Write) -> "Future[None]":
