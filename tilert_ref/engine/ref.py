@@ -13,7 +13,7 @@ from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.dummy import DummyTensors
-from tilert_ref.engine.graph import GreedySteps
+from tilert_ref.engine.graph import GreedySteps, SampledSteps
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.numerics import Kernels, vllm_kernels
 from tilert_ref.engine.rope import rope_table, table_dtype
@@ -30,10 +30,17 @@ class RefEngine:
     capabilities = Capabilities(penalties=False, ignore_eos=True, logprobs=True)
 
     def __init__(
-        self, model: Model, cache: KVCache, num_mtp: int, max_seq_len: int, captured: GreedySteps | None = None
+        self,
+        model: Model,
+        cache: KVCache,
+        num_mtp: int,
+        max_seq_len: int,
+        captured: GreedySteps | None = None,
+        sampled: SampledSteps | None = None,
     ):
+        """captured, sampled: what runs steps instead of decode.py, greedy ones and those that need a sampler."""
         self.model, self.cache, self.num_mtp, self.max_seq_len = model, cache, num_mtp, max_seq_len
-        self.captured = captured
+        self.captured, self.sampled = captured, sampled
         self.seq_len, self.last_prompt_token = 0, 0
 
     @property
@@ -84,6 +91,8 @@ class RefEngine:
         stop_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.config.eos_token_ids)
         if self.captured is not None and sampling.greedy and top_logprobs is None:
             steps = self._captured_steps(first_token_id, stats)
+        elif self.sampled is not None:
+            steps = self._sampled_steps(first_token_id, Sampler(sampling, top_logprobs), stats)
         else:
             steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
         for event in until_stop(steps, first_token_id, budget, stop_ids):
@@ -103,6 +112,11 @@ class RefEngine:
         for ids in self.captured.run(self.seq_len, self.last_prompt_token, first_token):
             stats.calls, stats.emitted = stats.calls + 1, stats.emitted + len(ids)
             yield [Token(token) for token in ids]
+
+    def _sampled_steps(self, first_token: int, sampler: Sampler, stats: DraftStats) -> Iterator[list[Token]]:
+        for tokens in self.sampled.run(self.seq_len, self.last_prompt_token, first_token, sampler):
+            stats.calls, stats.emitted = stats.calls + 1, stats.emitted + len(tokens)
+            yield tokens
 
     def _stats(self, stats: DraftStats) -> dict[str, float | int | str]:
         if not self.num_mtp:
@@ -210,8 +224,11 @@ def load_engine(
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     model = Model(config, weights, rope, kernels)
-    captured = GreedySteps(model, cache, num_mtp, progress) if capture and can_capture(model, cache) else None
-    return RefEngine(model, cache, num_mtp, max_seq_len, captured)
+    if not (capture and can_capture(model, cache)):
+        return RefEngine(model, cache, num_mtp, max_seq_len)
+    captured = GreedySteps(model, cache, num_mtp, progress)
+    progress("sampled step: capture")
+    return RefEngine(model, cache, num_mtp, max_seq_len, captured, SampledSteps(captured))
 
 
 def can_capture(model: Model, cache: KVCache) -> bool:
