@@ -13,7 +13,7 @@ share a lower layer's indexer have no keys, as in vLLM; the wire carries copies 
 
 import torch
 
-from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM
+from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM, PAGE_TOKENS
 from tilert_ref.connector.planes import scatter_index_pages
 from tilert_ref.connector.rounding import (
     INDEX_KEY_FLOOR,
@@ -124,11 +124,17 @@ class KVCache:
         positions = torch.arange(first, end, device=self.rows.device)
         return self.layer_rows(layer)[self.slots(positions)]
 
-    def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """Stores both planes of positions 0 .. n-1 as they came (the two forms of api.LayerKV)."""
-        positions = torch.arange(len(latent), device=self.rows.device)
-        rows = torch.cat((latent, rope.view(latent.dtype)), dim=-1)
-        self.layer_rows(layer)[self.slots(positions)] = rows.to(self.rows.device)
+    def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+        """Stores both planes of positions 0 .. n-1 as they came (the two forms of api.LayerKV).
+
+        slots: of those positions, for a caller that has many layers. On a GPU nothing waits for the copies; planes in
+        pinned memory must stay as they are until the stream is through.
+        """
+        slots = self.slots(torch.arange(len(latent), device=self.rows.device)) if slots is None else slots
+        rows = self.layer_rows(layer)
+        parts = rows.split([latent.shape[1], rows.shape[1] - latent.shape[1]], dim=1)
+        for part, plane in zip(parts, (latent, rope.view(latent.dtype)), strict=True):
+            part.index_copy_(0, slots, plane.to(self.rows.device, non_blocking=True))
 
     def overwrite(self, layer: int, position: int, row: torch.Tensor, index_key: torch.Tensor | None) -> None:
         """Puts stored bytes, uint8 [row bytes] and [132], in the place of what the engine wrote at a position."""
@@ -165,9 +171,17 @@ class KVCache:
         return torch.cat([part[at] for part in self._index_parts(layer)], dim=1)
 
     def inject_index(self, layer: int, pages: torch.Tensor, length: int) -> None:
-        """Stores the first `length` tokens of wire pages uint8 [ceil(length / 64), 8448] as they came."""
+        """Stores the first `length` tokens of wire pages uint8 [ceil(length / 64), 8448] as they came.
+
+        With blocks of 64 tokens a page is a block and is copied whole; what stands behind `length` in the last one is
+        written before anything reads it.
+        """
         blocks = self.block_table[: -(-length // self.block_size)]
-        scatter_index_pages(pages.to(self.rows.device), self.index_blocks(layer), blocks, length)
+        pages = pages.to(self.rows.device, non_blocking=True)
+        if self.block_size == PAGE_TOKENS:
+            self.index_pool(layer).index_copy_(0, blocks, pages)
+        else:
+            scatter_index_pages(pages, self.index_blocks(layer), blocks, length)
 
     def index_blocks(self, layer: int) -> torch.Tensor:
         """The layer's pool in the shape of vLLM's indexer cache, uint8 [num_blocks, block_size, 132]: a view.

@@ -60,10 +60,16 @@ class RefEngine:
         Of layers that share an indexer the pages are copies (protocol.md 8.5): they are compared and not stored.
         """
         self._check(kv)
-        for layer, planes in enumerate(kv.layers):
-            self.cache.inject(layer, planes.latent, planes.rope)
-            if self.model.config.has_indexer(layer):
-                self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
+        device = self.cache.rows.device
+        slots = self.cache.slots(torch.arange(kv.seq_len, device=device))
+        try:
+            for layer, planes in enumerate(kv.layers):
+                self.cache.inject(layer, planes.latent, planes.rope, slots)
+                if self.model.config.has_indexer(layer):
+                    self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
+        finally:  # also when the caller's planes end the loop: no copy may go on when they are the caller's again
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
 
     def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
@@ -139,10 +145,13 @@ class RefEngine:
             if planes.index_pages is not None:
                 pages = page_count(kv.seq_len)
                 _check_plane(f"layer {index} index_pages", planes.index_pages, torch.uint8, pages, INDEX_PAGE_BYTES)
-                _check_shared(kv, index, c.indexer_of(index))
+        device = self.cache.rows.device
+        if c.index_topk is not None:
+            _check_shared(kv, [c.indexer_of(layer) for layer in range(layers)], device)
         if self.cache.scale_rule is not None:
-            codes, scales = (FP8_DS_MLA[n].view(kv.layers[0].latent) for n in ("latent", "latent_scale"))
-            check_scale_rule(codes, scales, self.cache.scale_rule)  # one layer: a sender has one rule
+            latent = kv.layers[0].latent.to(device)  # one layer: a sender has one rule
+            codes, scales = (FP8_DS_MLA[name].view(latent) for name in ("latent", "latent_scale"))
+            check_scale_rule(codes, scales, self.cache.scale_rule)
 
     def _row_format(self) -> RowFormat:
         c = self.model.config
@@ -165,16 +174,24 @@ def _check_rows(name: str, planes: LayerKV, row: RowFormat, dtype: torch.dtype, 
     _check_plane(f"{name} rope", planes.rope, torch.bfloat16 if fp8 else dtype, tokens, row["rope"].count)
 
 
-def _check_shared(kv: PromptKV, layer: int, source: int) -> None:
-    """Raises ValueError if a layer's index keys differ from those of the layer whose indexer it shares.
+def _check_shared(kv: PromptKV, sources: list[int], device: torch.device) -> None:
+    """Raises ValueError if a layer's index keys differ from those of the layer whose indexer it shares, its source.
 
-    A sender that gives it keys of its own has a model with other indexers in mind.
+    A sender that gives it keys of its own has a model with other indexers in mind. Compared on the engine's device, and
+    the host looks once for all layers.
     """
-    pages = (kv.layers[i].index_pages for i in (layer, source))
-    if layer != source and not torch.equal(*(index_tokens(p, kv.seq_len) for p in pages)):
-        raise ValueError(
-            f"layer {layer}: index keys differ from layer {source}'s, whose indexer it shares; legal: a copy of them"
-        )
+    sharing = [(layer, source) for layer, source in enumerate(sources) if layer != source]
+    if not sharing:
+        return
+
+    def keys(layer: int) -> torch.Tensor:
+        return index_tokens(kv.layers[layer].index_pages.to(device), kv.seq_len)
+
+    differ = torch.stack([(keys(layer) != keys(source)).any() for layer, source in sharing]).tolist()
+    for (layer, source), different in zip(sharing, differ, strict=True):
+        if different:
+            text = f"layer {layer}: index keys differ from layer {source}'s, whose indexer it shares"
+            raise ValueError(f"{text}; legal: a copy of them")
 
 
 def _check_plane(name: str, plane: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
