@@ -21,6 +21,7 @@ from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights, take_weights
 
 GREEDY = SamplingParams(temperature=0.0)
+INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
 
 
 class RefEngine:
@@ -60,17 +61,23 @@ class RefEngine:
         Of layers that share an indexer the pages are copies (protocol.md 8.5): they are compared and not stored.
         """
         self._check(kv)
-        device = self.cache.rows.device
-        slots = self.cache.slots(torch.arange(kv.seq_len, device=device))
+        device, waiting = self.cache.rows.device, list[LayerKV]()
         try:
-            for layer, planes in enumerate(kv.layers):
-                self.cache.inject(layer, planes.latent, planes.rope, slots)
-                if self.model.config.has_indexer(layer):
-                    self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
+            for layer, planes in enumerate(kv.layers, 1):
+                waiting.append(planes)
+                if len(waiting) == INJECTED_TOGETHER or layer == len(kv.layers):
+                    self._store(layer - len(waiting), waiting, kv.seq_len)
+                    waiting.clear()
         finally:  # also when the caller's planes end the loop: no copy may go on when they are the caller's again
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
+
+    def _store(self, first: int, layers: list[LayerKV], seq_len: int) -> None:
+        self.cache.inject(first, [kv.latent for kv in layers], [kv.rope for kv in layers], seq_len)
+        own = {i: kv.index_pages for i, kv in enumerate(layers, first) if self.model.config.has_indexer(i)}
+        if own:
+            self.cache.inject_index(list(own), list(own.values()), seq_len)
 
     def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
         """The engine's own prefill: fills the cache from token ids and returns the first token."""
