@@ -1,5 +1,6 @@
 """RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_PAGE_BYTES, RowFormat, bf16_row, page_count, row_format
 from tilert_ref.connector.planes import index_tokens
 from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
@@ -237,10 +239,12 @@ def load_engine(
     progress(f"{config.architecture}: {config.num_hidden_layers} layers, {num_mtp} drafts a step, on {device}")
     kernels = kernels or vllm_kernels(device)
     how = {"with_mtp": num_mtp > 0, "device": device, "kernels": kernels}
+    start = time.perf_counter()
     if load_format == "dummy":
         weights = take_weights(config, DummyTensors(config, device), **how)
     else:
         weights = load_weights(config, model_dir, progress=progress, **how)
+    progress(f"weights: on {device} after {time.perf_counter() - start:.1f} s")
     room = max_seq_len + num_mtp  # a verify window may reach past the last token that is kept
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
@@ -250,9 +254,21 @@ def load_engine(
     model = Model(config, weights, rope, kernels)
     if not (capture and can_capture(model, cache)):
         return RefEngine(model, cache, num_mtp, max_seq_len)
+    captured, sampled = _captured(model, cache, num_mtp, progress)
+    return RefEngine(model, cache, num_mtp, max_seq_len, captured, sampled)
+
+
+def _captured(
+    model: Model, cache: KVCache, num_mtp: int, progress: Callable[[str], None]
+) -> tuple[GreedySteps, SampledSteps]:
+    start, kept = time.perf_counter(), tensor_cores.kept_kernels()
     captured = GreedySteps(model, cache, num_mtp, progress)
     progress("sampled step: capture")
-    return RefEngine(model, cache, num_mtp, max_seq_len, captured, SampledSteps(captured))
+    sampled = SampledSteps(captured)
+    new, where = tensor_cores.kept_kernels() - kept, f"{tensor_cores.kernel_cache()} ($TRITON_CACHE_DIR)"
+    seconds = time.perf_counter() - start
+    progress(f"kernels and graphs: {seconds:.1f} s, {new} new entries beside {kept} in {where}")
+    return captured, sampled
 
 
 def can_capture(model: Model, cache: KVCache) -> bool:
