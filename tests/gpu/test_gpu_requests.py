@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from tilert_ref.bench_phases import MTP, PHASES, REST, split_step
 from tilert_ref.engine.api import Finished, SamplingParams, Token
 from tilert_ref.engine.ref import RefEngine, load_engine
 from tilert_ref.tiny import model_dir
@@ -86,3 +87,19 @@ def test_repeats_of_one_prompt_give_one_answer(model: str, num_mtp: int) -> None
         answers[answer] = answers.get(answer, 0) + 1
     print(f"{model}, {num_mtp} drafts: {REPEATS} repeats, {len(answers)} answer(s): {sorted(answers.values())}")
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("num_mtp", [0, 3])
+def test_the_phases_of_a_captured_step_add_up_to_it(num_mtp: int) -> None:
+    """Marks cost a tiny step much, a real one little: only that they change nothing else is tested here."""
+    served = engine("tiny-glm5", num_mtp, "fp8")
+    prompt = [(7 * i + 3) % 480 for i in range(300)]
+    first = served.prefill(prompt, GREEDY)
+    before = [token.id for step in list(served.decode(first, 64, GREEDY))[:-1] for token in step]
+    split = split_step(served, 300)
+    print(f"{num_mtp} drafts", *split.rows(), sep="\n")
+    assert sum(split.us.values()) == pytest.approx(split.step_us)
+    assert {phase for *_, phase in PHASES if num_mtp or phase != MTP} | {REST} == set(split.us)
+    assert all(us > 0 for us in split.us.values())
+    assert served.prefill(prompt, GREEDY) == first
+    assert [token.id for step in list(served.decode(first, 64, GREEDY))[:-1] for token in step] == before
