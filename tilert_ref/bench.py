@@ -18,8 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
 
@@ -28,9 +31,12 @@ SHORT = 8  # tokens of the short answer that is subtracted
 
 @dataclass(frozen=True)
 class Measured:
+    """facts: for --json, what a plot needs."""
+
     name: str
     tokens_per_s: float
     note: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def row(self) -> str:
         return f"{self.name:44s} {self.tokens_per_s:9.1f} tok/s {1e6 / self.tokens_per_s:9.0f} us/token  {self.note}"
@@ -75,14 +81,30 @@ def _bench(args: argparse.Namespace) -> int:
     print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
     bandwidth = bench_roof.copy_bandwidth(args.device)
     print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")
+    measured = list[Measured]()
     for context in args.context:
         ours = [_measure_ours(args, num_mtp, context, bandwidth) for num_mtp in args.num_mtp]
+        measured += ours
+        _write_json(args, bandwidth, measured)
         if args.against != "vllm":
             continue
         vllm = _vllm_in_own_process(args, context)
+        measured.append(vllm)
+        _write_json(args, bandwidth, measured)
         print(vllm.row())
         print(f"ratio against vLLM: {ours[0].tokens_per_s / vllm.tokens_per_s:.2f}", flush=True)
     return 0
+
+
+def _write_json(args: argparse.Namespace, bandwidth: float, measured: list[Measured]) -> None:
+    """All that is measured so far: a later context may fail."""
+    if args.json is None:
+        return
+    gpu = torch.cuda.get_device_name(args.device) if args.device != "cpu" else None
+    where = {"device": args.device, "gpu": gpu, "torch": torch.__version__, "copy_gb_s": round(bandwidth / 1e9, 1)}
+    what = {"model": args.model_dir.name, "kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format}
+    lines = [line | line.pop("facts") for line in map(asdict, measured)]
+    args.json.write_text(json.dumps(where | what | {"measured": lines}, indent=1) + "\n")
 
 
 def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidth: float) -> Measured:
@@ -115,8 +137,16 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
         else (f"acceptance length {per_step}")
     )
     name = f"tilert_ref {'eager' if engine.captured is None else 'captured'}, {num_mtp} draft(s), {context} tokens"
-    measured = Measured(name, speed, note)
+    facts = {"who": "ours", "context": context, "num_mtp": num_mtp, "step_us": 1e6 * per_step / speed, **stats}
+    facts |= {"bytes_without_drafts": moved, "share_of_copy": None if num_mtp else share}
+    measured = Measured(name, speed, note, facts)
     print(measured.row(), flush=True)
+    if args.phases or engine.captured is not None:
+        from tilert_ref.bench_phases import split_step
+
+        split = split_step(engine, context)
+        print(*split.rows(), sep="\n", flush=True)
+        facts |= {"phases_us": split.us, "captured_step_us": split.step_us, "marks_us": split.marks_us}
     return measured
 
 
@@ -163,7 +193,9 @@ def _vllm_in_own_process(args: argparse.Namespace, context: int) -> Measured:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
-    return Measured(f"vLLM {mode}, {context} tokens", json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
+    speed = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
+    facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed}
+    return Measured(f"vLLM {mode}, {context} tokens", speed, facts=facts)
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:
@@ -206,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
         help="dummy: random weights, for a slice",
     )
     decode.add_argument("--eager", action="store_true", help="no CUDA graph on our side")
+    decode.add_argument("--phases", action="store_true", help="split a step by phase (default for captured steps)")
+    decode.add_argument("--json", type=Path, metavar="FILE", help="what was measured; scripts/plot_bench.py draws it")
     decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")
     decode.add_argument("--peer-json", action="store_true", help=argparse.SUPPRESS)
     return parser

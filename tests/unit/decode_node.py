@@ -51,12 +51,12 @@ class Server:
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, layout: BufferLayout, transport: str = "zmq") -> "Server":
+    def start(self, layout: BufferLayout, transport: str = "zmq", device: str = "cpu") -> "Server":
         http, ctrl = self.expect(r"http on (\S+), prefill nodes on port (\d+)").groups()
         self.expect("ready: engine")
         self.client = httpx.Client(base_url=f"http://{http}", timeout=LIMIT_S)
         self.ctrl_port = int(ctrl)
-        self.sender = Sender(layout, self.ctrl_port, transport_name=transport)
+        self.sender = Sender(layout, self.ctrl_port, transport_name=transport, device=device)
         return self
 
     def _read(self) -> None:

@@ -23,10 +23,12 @@ class Sender:
     last_prompt_token: int = 7
     transport_name: str = "zmq"
     seed: int | None = None  # of the bytes; None: the layout's size
+    device: str = "cpu"  # of the staging buffer
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.layout.total_bytes if self.seed is None else self.seed)
-        self.staging = torch.randint(0, 100, (self.layout.total_bytes,), dtype=torch.uint8, generator=generator)
+        staging = torch.randint(0, 100, (self.layout.total_bytes,), dtype=torch.uint8, generator=generator)
+        self.staging = staging.to(self.device)
         self.transport = make_transport(self.transport_name, "", receiver=False)
         self.transport.register(self.staging.data_ptr(), self.staging.nbytes, self.staging)
 

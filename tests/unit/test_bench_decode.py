@@ -1,15 +1,21 @@
 """What the decode bench says of a step: its bytes, and that it runs on dummy weights of a published model's shape."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from tilert_ref import bench, bench_roof
+from tilert_ref.bench_phases import HEAD, MTP, PHASES, REST, _split, split_step
 from tilert_ref.engine.make_tiny import make_slice
 from tilert_ref.engine.ref import load_engine
 
+SPEC = importlib.util.spec_from_file_location("plot_bench", Path(__file__).parents[2] / "scripts" / "plot_bench.py")
+plot_bench = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(plot_bench)
 SMALL = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
 SMALL |= {"vocab_size": 500, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128, "index_n_heads": 4}
 
@@ -40,10 +46,56 @@ def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, tmp_path:
 def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     directory = small_slice(tmp_path, "glm5")
     arguments = ["--load-format", "dummy", "--kv-cache-dtype", "fp8", "--context", "20", "40", "--tokens", "12"]
-    assert bench.main(["decode", str(directory), *arguments, "--repeats", "1"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tilert_ref")]
+    arguments += ["--repeats", "1", "--phases", "--json", str(tmp_path / "measured.json")]
+    assert bench.main(["decode", str(directory), *arguments]) == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("tilert_ref")]
     assert [line.split("draft(s), ")[1].split(" tokens")[0] for line in lines] == ["20", "40"]
     assert all("% of the copy" in line for line in lines)
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert [row["context"] for row in measured["measured"]] == [20, 40]
+    for row in measured["measured"]:
+        assert sum(row["phases_us"].values()) == pytest.approx(row["captured_step_us"])
+        assert row["captured_step_us"] == pytest.approx(row["step_us"], rel=0.9)  # the machine may be busy
+        assert set(row["phases_us"]) == {phase for *_, phase in PHASES if phase != MTP} | {REST}
+    page = plot_bench.svg(measured)
+    assert "indexer" in page and page.count("<polyline") == 2
+
+
+def test_drafts_are_one_phase_and_the_step_stays_as_it_was(tmp_path: Path) -> None:
+    engine = load_engine(small_slice(tmp_path, "glm5"), max_seq_len=99, num_mtp=2, load_format="dummy")
+    bench_roof.fill_cache(engine, 40)
+    before = [getattr(module, name) for module, name, _ in PHASES]
+    split = split_step(engine, 40, replays=2)
+    assert [getattr(module, name) for module, name, _ in PHASES] == before
+    assert split.us[MTP] > split.us[HEAD] > 0
+    assert sum(split.us.values()) == pytest.approx(split.step_us)
+
+
+def test_what_the_marks_cost_is_taken_off_by_their_number() -> None:
+    """Three spans, 31 us with marks and 28 without: 1 us each."""
+    split = _split([REST, HEAD, REST], [5.0, 20.0, 6.0], 28.0)
+    assert split.us == pytest.approx({REST: 9.0, HEAD: 19.0}) and split.marks_us == pytest.approx(3.0)
+
+
+def test_the_plot_of_a_made_up_measurement() -> None:
+    """Two contexts, two lines: a step twice as long is twice as high, a phase's area has its colour in the legend."""
+    rows = [
+        {"who": "ours", "context": n, "num_mtp": 0, "step_us": us, "share_of_copy": 0.5, "phases_us": {"head": us}}
+        for n, us in ((1000, 100.0), (8000, 200.0))
+    ]
+    rows += [{"who": "vLLM", "context": n, "num_mtp": 0, "step_us": 400.0} for n in (1000, 8000)]
+    page = plot_bench.svg({"copy_gb_s": 4000.0, "measured": rows})
+    assert page.count("<polygon") == 1 and page.count(plot_bench.AREAS[0]) == 2
+    (ours, _, theirs, _) = re.findall(r'<polyline points="([^"]*)"', page)
+    (_, low), (_, high) = (point.split(",") for point in ours.split())
+    top, floor = (
+        float(theirs.split()[0].split(",")[1]),
+        float(high) + float(high) - float(theirs.split()[0].split(",")[1]),
+    )
+    assert float(low) == pytest.approx((float(high) + floor) / 2) and top < float(high) < float(low)
+    with pytest.raises(ValueError, match="no measurement"):
+        plot_bench.svg({"copy_gb_s": 1.0, "measured": []})
 
 
 def test_a_filled_cache_is_legal_rows_and_keys(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_stub_reply(stub: Server) -> None:
     timing = reply.pop("timing_ms")
     assert reply == {"rid": rid, "token_ids": [42, 11, 22, 33], "seq_len": SEQ_LEN}
     assert timing.pop("finish_reason") == "stop"
-    assert set(timing) == {"wire_wait", "convert", "inject", "decode"}
+    assert set(timing) == {"wire_wait", "convert", "inject", "first_step", "decode"}
     assert all(isinstance(value, float) and value >= 0 for value in timing.values())
 
 

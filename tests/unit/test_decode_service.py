@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ from tilert_ref.engine.api import Capabilities, Finished, SamplingParams
 ALL = Capabilities(penalties=True, ignore_eos=True, logprobs=True)
 LIMIT_S = 10
 RECORD = Record("r", 1, 70, 7, None, None, None, 0.0, 0.0)
-GOOD = [Injected(1, 0.1, 0.2), Stepped(1, [5]), Stepped(1, [6]), Ended(1, "length")]
+GOOD = [Injected(1, 0.1, 0.2, 0), Stepped(1, [5]), Stepped(1, [6]), Ended(1, "length")]
 
 
 def body(**fields: Any) -> DecodeBody:
@@ -198,6 +199,15 @@ def test_complete_request() -> None:
     assert request.sampling == SamplingParams(temperature=0.0)
 
 
+def test_first_step_counts_from_the_last_byte_or_from_a_request_that_came_later() -> None:
+    now = time.monotonic()
+    late = now + 10  # the KV is there after the request
+    node = Node([Injected(1, 0.1, 0.2, late + 0.004), Ended(1, "length")], replace(RECORD, completed_at=late))
+    assert run(node.complete())["timing_ms"]["first_step"] == pytest.approx(4.0, abs=0.1)
+    node = Node([Injected(1, 0.1, 0.2, now + 5), Ended(1, "length")])
+    assert 0 < 5000 - run(node.complete())["timing_ms"]["first_step"] < 2000
+
+
 def test_the_slot_is_free_before_the_first_token_is_read() -> None:
     node = Node()
 
@@ -235,8 +245,8 @@ def test_kv_that_does_not_come(outcome: Exception, status: int, content: dict[st
     [
         ([Failed(1, "bad prompt")], 500, None),
         ([EngineCrashed("signal SIGKILL")], 502, "engine_crashed"),
-        ([Injected(1, 0, 0), Stepped(1, [5]), EngineCrashed("signal SIGSEGV")], 502, "engine_crashed"),
-        ([Injected(1, 0, 0), EngineClosed("shutting down")], 503, "engine_unavailable"),
+        ([Injected(1, 0, 0, 0), Stepped(1, [5]), EngineCrashed("signal SIGSEGV")], 502, "engine_crashed"),
+        ([Injected(1, 0, 0, 0), EngineClosed("shutting down")], 503, "engine_unavailable"),
         ([Ended(1, "cancelled")], 499, "request_cancelled"),
     ],
 )
@@ -284,7 +294,7 @@ def test_one_lease_at_a_time_and_cancel_by_rid() -> None:
 
 def test_cancel_while_decoding_keeps_what_there_is() -> None:
     async def work() -> dict[str, Any]:
-        node = Node([Injected(1, 0, 0), Stepped(1, [5])])
+        node = Node([Injected(1, 0, 0, 0), Stepped(1, [5])])
         reply = asyncio.create_task(node.complete())
         while not node.engine.current:
             await asyncio.sleep(0)
@@ -306,7 +316,7 @@ def test_release_waits_for_the_kv_wait_and_for_the_engine() -> None:
         return node.log
 
     async def decoding() -> list[str]:
-        node = Node([Injected(1, 0, 0), Stepped(1, [5])])
+        node = Node([Injected(1, 0, 0, 0), Stepped(1, [5])])
         lease = node.service.try_lease(body())
         await node.service.begin(lease)
         await node.service.release(lease)
@@ -326,7 +336,7 @@ def decode_of(script: list[Event]) -> tuple[Decode, EngineRun]:
     lease.run = EngineRun(node.engine, 1)
     for event in script:
         lease.run.deliver(event)
-    return Decode(lease, RECORD, Timing()), lease.run
+    return Decode(lease, RECORD, Timing(), 0.0), lease.run
 
 
 async def lines_of(decode: Decode, poll_s: float) -> list[dict[str, Any]]:
@@ -389,7 +399,7 @@ def test_stream_lines() -> None:
 
 def test_stream_error_is_the_only_terminal_line() -> None:
     async def work() -> None:
-        client, node = Client(), Node([Injected(1, 0, 0), Stepped(1, [5]), EngineCrashed("gone")])
+        client, node = Client(), Node([Injected(1, 0, 0, 0), Stepped(1, [5]), EngineCrashed("gone")])
         await client.ask(node, stream=True)
         assert client.lines == [{"t": [5]}, {"error": "engine crashed: gone", "error_type": "engine_crashed"}]
 
@@ -418,7 +428,7 @@ def test_a_response_that_is_never_called_takes_no_lease() -> None:
 @pytest.mark.parametrize("outcome", [None, RECORD])
 def test_client_that_is_gone_already(stream: bool, outcome: Record | None) -> None:
     async def work() -> None:
-        node = Node([Injected(1, 0, 0), Stepped(1, [5])], outcome)  # would go on for ever
+        node = Node([Injected(1, 0, 0, 0), Stepped(1, [5])], outcome)  # would go on for ever
         await Client(gone=True).ask(node, stream=stream)
         assert node.service.current_rid is None and node.log[-1] == "release"
 
@@ -443,7 +453,7 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SEND_TIMEOUT_S", 0.05)
 
     async def work() -> None:
-        client, node = Client(), Node([Injected(1, 0, 0), Stepped(1, [5])])
+        client, node = Client(), Node([Injected(1, 0, 0, 0), Stepped(1, [5])])
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.body":

@@ -14,7 +14,7 @@ from tilert_ref.decode_server.messages import Injected, Stepped
 from tilert_ref.decode_server.service import Decode, Lease
 from tilert_ref.decode_server.validation import DecodeError
 
-ENDLESS = [Injected(1, 0, 0), Stepped(1, [5])]  # until it is cancelled
+ENDLESS = [Injected(1, 0, 0, 0), Stepped(1, [5])]  # until it is cancelled
 
 
 async def begun(node: Node, **fields: Any) -> tuple[Lease, asyncio.Task[Decode]]:

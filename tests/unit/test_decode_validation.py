@@ -11,7 +11,7 @@ from tilert_ref.connector.fingerprint import checkpoint_fingerprint
 from tilert_ref.connector.layout import FP8_DS_MLA, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.transport import MooncakeNetwork
-from tilert_ref.decode_server.options import Options, parse_options, resolve_profile
+from tilert_ref.decode_server.options import Options, parse_options, resolve_buffer_device, resolve_profile
 from tilert_ref.decode_server.server import checkpoint, keep_ucx_local
 from tilert_ref.decode_server.validation import DecodeBody, DecodeError, check_body, sampling_params
 from tilert_ref.engine.api import Capabilities, SamplingParams
@@ -212,7 +212,9 @@ def test_mooncake_network() -> None:
         ),
         (["--engine", "stub", "--kv-cache-dtype", "fp8_rocm"], "not supported yet"),
         (["--engine", "stub", "--kv-cache-dtype", "int4"], "legal: .*fp8_ds_mla"),
-        (["--engine", "stub", "--pd-buffer-device", "cuda"], "only cpu"),
+        (["--engine", "stub", "--pd-buffer-device", "cuda"], "cuda: the engine is on cpu, legal: cpu"),
+        (["--engine", "stub", "--pd-buffer-device", "hip"], "--pd-buffer-device hip: legal: cpu, cuda"),
+        (["--engine", "stub", "--pd-buffer-device", "cuda", "--transport", "zmq"], "only nixl writes to a GPU"),
         (["--engine", "stub", "--model", "llama"], "unknown profile"),
         (["--engine", "stub", "--model", "dsv32", "--with-mtp"], "carries no MTP layer"),
         (["--engine", "stub", "--num-mtp", "4"], "invalid choice"),
@@ -224,6 +226,20 @@ def test_mooncake_network() -> None:
 )
 def test_refused_flags(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(text, refusal(capsys, *flags))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "transport", "engine", "expected"),
+    [
+        (None, "nixl", "cuda:1", "cuda:1"),
+        (None, "nixl", "cpu", "cpu"),
+        (None, "zmq", "cuda", "cpu"),
+        ("cpu", "nixl", "cuda", "cpu"),
+        ("cuda", "nixl", "cuda:1", "cuda:1"),
+    ],
+)
+def test_where_the_receive_buffer_lies(wanted: str | None, transport: str, engine: str, expected: str) -> None:
+    assert resolve_buffer_device(wanted, transport, engine) == expected
 
 
 def test_refused_environment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """Strict loading: a missing, leftover or misshapen weight is an error that names it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.checkpoint import CheckpointError
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.make_tiny import make_tiny
@@ -147,4 +149,13 @@ def test_progress_is_reported(tiny) -> None:
     lines = list[str]()
     load_weights(load_config(tiny("dsv3")), tiny("dsv3"), with_mtp=True, progress=lines.append)
     assert len(lines) >= 5
-    assert "MB" in lines[-1]
+    assert re.fullmatch(r"weights: [\d,.]+ of [\d,.]+ MB, [\d.]+ s, [\d.]+ GB/s", lines[-1])
+
+
+def test_kept_kernels_are_counted_where_triton_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert tensor_cores.kernel_cache() == tmp_path / ".triton" / "cache" and tensor_cores.kept_kernels() == 0
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "a kernel").mkdir()
+    assert tensor_cores.kept_kernels() == 1

@@ -26,7 +26,7 @@ from tilert_ref.engine.block_fp8 import (
 )
 from tilert_ref.engine.checkpoint import CheckpointError
 from tilert_ref.engine.config import load_config
-from tilert_ref.engine.linear import Fp8Matrix, concat_rows, linear, stack
+from tilert_ref.engine.linear import Fp8Matrix, concat_rows, linear, place, room_for
 from tilert_ref.engine.make_fp8 import SCALE, make_fp8
 from tilert_ref.engine.moe import experts, mlp
 from tilert_ref.engine.numerics import Kernels
@@ -38,6 +38,13 @@ from tilert_ref.tiny.chat import DEEPSEEK, GLM, Dialect
 from tilert_ref.tiny.golden import Golden, Speaker
 
 UE8M0, PLAIN, FLASHINFER = ActivationScale.UE8M0, ActivationScale.PLAIN, ActivationScale.FLASHINFER
+
+
+def stack(matrices: list[Fp8Matrix]) -> Fp8Matrix:
+    stacked = room_for(len(matrices), matrices[0])
+    for index, matrix in enumerate(matrices):
+        place(stacked, index, matrix)
+    return stacked
 
 
 def groups(*amax: float, rows: int = 1) -> torch.Tensor:

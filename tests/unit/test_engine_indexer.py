@@ -116,7 +116,7 @@ def test_injected_pages_are_read_as_they_came(block_size: int) -> None:
     keys = torch.randn(130, 128, generator=torch.Generator().manual_seed(2))
     sender.write_index(1, torch.arange(130), keys)
     receiver.index.fill_(7)
-    receiver.inject_index(1, sender.index[1], 130)
+    receiver.inject_index([1], [sender.index[1]], 130)
     for left, right in zip(sender.read_index(1, 130), receiver.read_index(1, 130), strict=True):
         assert torch.equal(left, right)
     assert (receiver.index[0] == 7).all(), "another layer was touched"

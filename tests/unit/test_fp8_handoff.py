@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from decode_node import Server
+from decode_node import LIMIT_S, Server
 from handoff_sender import Sender
 from sparse_planes import handed_over, stage
 from tokenizers import Tokenizer
@@ -67,7 +67,9 @@ def test_the_answer_comes_from_the_bytes_that_were_sent(node: Node) -> None:
     assert any("kv_cache_dtype fp8_ds_mla, kv_scale_rule power_of_two" in line for line in node.server.lines)
     status, reply = node.answered("right", *node.prefilled(ScaleRule.POWER_OF_TWO))
     assert (status, reply["token_ids"]) == (200, node.golden.answer)
-    assert reply["timing_ms"]["mtp_accept_mean"] > 1
+    timing = reply["timing_ms"]
+    assert timing["mtp_accept_mean"] > 1
+    assert timing["convert"] + timing["inject"] - 0.1 <= timing["first_step"] < 1000 * LIMIT_S
 
 
 def test_rows_of_another_scale_rule_fail_the_request_by_name(node: Node) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilert_ref.engine import graph
 from tilert_ref.engine.api import Finished, SamplingParams
-from tilert_ref.engine.graph import GreedySteps
+from tilert_ref.engine.graph import GreedySteps, SampledSteps
 from tilert_ref.engine.ref import RefEngine, load_engine
 from tilert_ref.tiny import model_dir
 
@@ -18,6 +17,7 @@ def engines(directory: Path, num_mtp: int, kv: str = "bf16") -> tuple[RefEngine,
     eager = load_engine(directory, max_seq_len=512, num_mtp=num_mtp, kv_cache_dtype=kv)
     captured = load_engine(directory, max_seq_len=512, num_mtp=num_mtp, kv_cache_dtype=kv)
     captured.captured = GreedySteps(captured.model, captured.cache, num_mtp, capture=lambda run: run)
+    captured.sampled = SampledSteps(captured.captured, capture=lambda run: run)
     return eager, captured
 
 
@@ -59,10 +59,22 @@ def test_a_second_request_starts_afresh_and_the_room_ends_the_answer() -> None:
         assert sum(map(len, steps)) == min(40, 512 - length - 1)
 
 
-def test_sampling_and_logprobs_go_the_eager_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_mtp", "top_logprobs"), [(0, None), (3, 2)])
+def test_sampled_steps_are_those_of_the_eager_loop(num_mtp: int, top_logprobs: int | None) -> None:
+    """Seed by seed, and in one engine after another kind of request; some drafts hold and some don't."""
+    eager, captured = engines(model_dir("tiny-glm5"), num_mtp)
+    prompt = [(7 * i + 3) % 480 for i in range(270)]
+    first = eager.prefill(prompt, GREEDY)
+    assert captured.prefill(prompt, GREEDY) == first
+    for sampling in (GREEDY, SamplingParams(1.0, 0.9, 20, True, seed=1), SamplingParams(2.0, 1.0, 0, True, seed=2)):
+        theirs, ours = (list(engine.decode(first, 10, sampling, top_logprobs)) for engine in (eager, captured))
+        assert ours == theirs and sum(map(len, ours[:-1])) == 10
+
+
+def test_a_sampled_request_takes_no_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
     _, captured = engines(model_dir("tiny-glm5"), 0)
-    monkeypatch.setattr(graph.GreedySteps, "run", lambda *_: pytest.fail("captured steps are greedy"))
     first = captured.prefill([5, 6, 7], GREEDY)
+    monkeypatch.setattr(RefEngine, "_steps", lambda *_: pytest.fail("an eager step"))
     assert len(list(captured.decode(first, 3, SamplingParams(temperature=0.7, seed=1)))) >= 2
     assert len(list(captured.decode(first, 3, GREEDY, top_logprobs=2))) >= 2
 

@@ -275,12 +275,16 @@ class BufferLayout:
     max_seq_len: int
     nshards: int = 1
     tiled: bool = False
+    units_bytes: dict[Plane, int] = field(init=False, compare=False, repr=False)
     plane_bases: dict[Plane, int] = field(init=False, compare=False, repr=False)
     """First byte of each plane within a shard."""
 
     def __post_init__(self) -> None:
         if self.max_seq_len < 1 or self.nshards < 1:
             raise LayoutError(f"max_seq_len and nshards must be at least 1, got {self.max_seq_len} and {self.nshards}")
+        index_page = INDEX_PAGE_BYTES if self.profile.has_index else 0
+        units = {"kv": self.row_format.kv_bytes, "pe": self.row_format.pe_bytes, "ki": index_page}
+        object.__setattr__(self, "units_bytes", units)  # once: a prompt of 79 layers asks a thousand times
         kv, pe = (self.layer_slots * self.layer_bytes(plane) for plane in ("kv", "pe"))
         object.__setattr__(self, "plane_bases", {"kv": 0, "pe": kv, "ki": kv + pe})
 
@@ -308,8 +312,7 @@ class BufferLayout:
 
     def unit_bytes(self, plane: Plane) -> int:
         """Bytes of one token (kv, pe) or one page (ki) of one layer."""
-        index_page = INDEX_PAGE_BYTES if self.profile.has_index else 0
-        return {"kv": self.row_format.kv_bytes, "pe": self.row_format.pe_bytes, "ki": index_page}[plane]
+        return self.units_bytes[plane]
 
     def units(self, plane: Plane, seq_len: int) -> int:
         """Tokens (kv, pe) or pages (ki) that hold seq_len tokens."""

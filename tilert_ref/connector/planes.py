@@ -117,14 +117,14 @@ def index_tokens(pages: torch.Tensor, seq_len: int) -> torch.Tensor:
 def tile_index_pages(pages: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 8448] with linear codes -> the same pages with tiled codes (protocol.md 8.3). Scales stay."""
     tiled = pages.clone()
-    tiled[:, _tiled_order()] = pages[:, : PAGE_TOKENS * CODE_BYTES]
+    tiled[:, _tiled_order().to(pages.device)] = pages[:, : PAGE_TOKENS * CODE_BYTES]
     return tiled
 
 
 def untile_index_pages(pages: torch.Tensor) -> torch.Tensor:
     """The inverse of `tile_index_pages`."""
     linear = pages.clone()
-    linear[:, : PAGE_TOKENS * CODE_BYTES] = pages[:, _tiled_order()]
+    linear[:, : PAGE_TOKENS * CODE_BYTES] = pages[:, _tiled_order().to(pages.device)]
     return linear
 
 

@@ -232,6 +232,11 @@ HTTP_EXTENSIONS = (
     ("/pd/decode, stream", '`{"queued": true}`', "a line every 2 s until the request has its turn"),
     ("/pd/decode, stream", "`status` of an error line", "the status that a refusal after the queue would have had"),
     ("/pd/decode", "`timing_ms.queue`", "ms from the KV's arrival to the request's turn"),
+    (
+        "/pd/decode",
+        "`timing_ms.first_step`",
+        "ms from the KV's last byte, or from what came later of the request and its turn, to the first decode step",
+    ),
     ("GET /capabilities", "receive_slots", "requests at a time, queued ones counted"),
     ("GET /capabilities", "max_seq_len", "of the engine: prompt and answer together"),
     ("GET /decode_status", "queued", "rids behind the current one"),

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tilert_ref.decode_server.buffer import NO_FD
 from tilert_ref.decode_server.messages import (
     Cancel,
     Command,
@@ -127,7 +128,7 @@ class EngineProcess:
             *(sys.executable, "-m", "tilert_ref.decode_server.engine_process"),
             *(endpoint, msgspec.json.encode(self._spec).decode()),
             stdin=asyncio.subprocess.PIPE,  # held open: its end tells the process that the server is gone
-            pass_fds=(self._spec.buffer_fd,),
+            pass_fds=() if self._spec.buffer_fd == NO_FD else (self._spec.buffer_fd,),
             process_group=0,  # Ctrl-C in a terminal goes to the server, which ends the engine itself
         )
 

@@ -1,6 +1,6 @@
 """The engine process: `python -m tilert_ref.decode_server.engine_process ENDPOINT SPEC_JSON`.
 
-Started by engine_client.py. Maps the inherited receive buffer, loads one engine, then runs one request at a time.
+Started by engine_client.py. Maps the server's receive buffer, loads one engine, then runs one request at a time.
 Between two steps, and two layers of an injection, it looks for a Cancel. It ends when its stdin ends, which happens
 however the server dies.
 """
@@ -23,7 +23,7 @@ import zmq
 
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, plane_views
 from tilert_ref.connector.planes import untile_index_pages
-from tilert_ref.decode_server.buffer import SharedBuffer
+from tilert_ref.decode_server.buffer import DeviceBuffer, ReceiveBuffer, SharedBuffer
 from tilert_ref.decode_server.messages import (
     Cancel,
     Ended,
@@ -164,7 +164,7 @@ def _attempt(host: Host, request: Generate, link: Link) -> Ended:
     injected = time.perf_counter()
     if link.cancelled(request.run):
         return Ended(request.run, "cancelled")
-    link.send(Injected(request.run, 1000 * (converted - start), 1000 * (injected - converted)))
+    link.send(Injected(request.run, 1000 * (converted - start), 1000 * (injected - converted), time.monotonic()))
     return _decode(host.engine, request, link)
 
 
@@ -195,11 +195,11 @@ def describe(error: Exception) -> str:
 
 def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
     """Maps the receive buffer and loads the engine. Raises whatever the engine's factory raises."""
-    layout = spec.layout.layout()
-    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes, spec.slots)
+    layout, device = spec.layout.layout(), resolve_device(spec.device)
+    buffer = open_buffer(spec, layout, device, progress)
     engine = factory(spec.engine)(
         spec.model_dir,
-        device=resolve_device(spec.device),
+        device=device,
         max_seq_len=spec.max_seq_len,
         num_mtp=spec.num_mtp,
         kv_cache_dtype=layout.row_format.name,
@@ -208,6 +208,17 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         **({} if spec.attention == "auto" else {"attention": spec.attention}),
     )
     return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
+
+
+def open_buffer(spec: EngineSpec, layout: BufferLayout, device: str, progress: Callable[[str], None]) -> ReceiveBuffer:
+    if spec.device_buffer is not None:
+        return DeviceBuffer.open(spec.device_buffer, layout.total_bytes, spec.slots)
+    buffer = SharedBuffer(spec.buffer_fd, layout.total_bytes, spec.slots)
+    if torch.device(device).type == "cuda":
+        start = time.perf_counter()
+        how = "pinned, one copy to the GPU" if buffer.pin() else "not pinned: the driver refused"
+        progress(f"receive buffer in host memory, {how} ({time.perf_counter() - start:.1f} s)")
+    return buffer
 
 
 def factory(name: str) -> Callable[..., DecodeEngine]:

@@ -6,13 +6,14 @@ One ZeroMQ PAIR socket per engine process, one msgspec message (msgpack) per Zer
     engine -> server    Progress ..., Ready | LoadFailed, then per Generate: Injected, Stepped ..., Ended | Failed
 
 Every message about a request carries its `run` number, so that what is left over from an earlier request can't be taken
-for the current one. Prompts don't travel here: their KV lies in the receive buffer, which the process inherits.
+for the current one. Prompts don't travel here: their KV lies in the receive buffer, which both processes have mapped.
 """
 
 import msgspec
 
 from tilert_ref.connector.layout import BufferLayout, Profile, bf16_row, row_format
 from tilert_ref.connector.rounding import ScaleRule
+from tilert_ref.decode_server.buffer import RemoteMemory
 from tilert_ref.engine.api import Capabilities, FinishReason, SamplingParams
 
 
@@ -37,8 +38,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What an engine process needs to start: its second command line argument, as JSON.
 
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
-    without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots. kv_scale_rule: of
-    fp8_ds_mla rows. attention: back end of decode's attention; engines that are not `ref` know only `auto`.
+    without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots; device_buffer: where it
+    is if it lies on a GPU. kv_scale_rule: of fp8_ds_mla rows. attention: back end of decode's attention; engines that
+    are not `ref` know only `auto`.
     """
 
     engine: str
@@ -51,6 +53,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     kv_scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO
     slots: int = 1
     attention: str = "auto"
+    device_buffer: RemoteMemory | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -90,11 +93,15 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
 
 
 class Injected(msgspec.Struct, frozen=True, tag="injected"):
-    """The engine has its own copy of the KV. Times in ms: views of the buffer built, planes copied."""
+    """The engine has its own copy of the KV. Times in ms: views of the buffer built, planes copied.
+
+    at: when the first decode step begins, seconds of time.monotonic(), which all processes of a machine share.
+    """
 
     run: int
     convert_ms: float
     inject_ms: float
+    at: float
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):

@@ -5,13 +5,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from tilert_ref.connector.allow import LOOPBACK_PEERS, AllowList, peers
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, Profile, model_profile, profile
 from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.secret import Secret, read_secret
 from tilert_ref.connector.transport import MOONCAKE_PROTOCOLS, TRANSPORTS, MooncakeNetwork
 from tilert_ref.decode_server.engine_client import EngineDeadlines
-from tilert_ref.decode_server.engine_process import FACTORIES
+from tilert_ref.decode_server.engine_process import FACTORIES, resolve_device
 from tilert_ref.decode_server.messages import LayoutSpec
 from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
@@ -72,11 +74,15 @@ examples:
 
 @dataclass(frozen=True)
 class Options:
-    """Checked settings. num_mtp is 0 without MTP; poll_s in seconds; port 0 picks a free one."""
+    """Checked settings. num_mtp is 0 without MTP; poll_s in seconds; port 0 picks a free one.
+
+    buffer_device: of the receive buffer: cpu, or the engine's torch device.
+    """
 
     engine: str
     model_dir: str
     device: str
+    buffer_device: str
     num_mtp: int
     layout: LayoutSpec
     kv_scale_rule: ScaleRule
@@ -131,8 +137,12 @@ def _add_tilert_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -
         default="fp8_ds_mla",
         help="fp8 or fp8_ds_mla (default, as TileRT; sparse models only) or bf16: the cache of both ends",
     )
-    device = env.get("TILERT_PD_BUFFER_DEVICE", "cpu")
-    add("--pd-buffer-device", default=device, help="memory of the receive buffer: cpu (cuda is not supported yet)")
+    add(
+        "--pd-buffer-device",
+        default=env.get("TILERT_PD_BUFFER_DEVICE") or None,
+        help="memory of the receive buffer: cpu, or cuda for the engine's GPU, where NIXL writes directly. Senders "
+        "must stage in the same kind of memory. Default: the engine's device with nixl, else cpu",
+    )
 
 
 def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
@@ -207,8 +217,8 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     _check_engine(args)
     if args.transport not in TRANSPORTS:
         raise ValueError(f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}")
-    if args.pd_buffer_device != "cpu":
-        raise ValueError(f"--pd-buffer-device {args.pd_buffer_device}: only cpu is supported yet")
+    engine_device = "cpu" if args.engine == "stub" else resolve_device(args.device)
+    buffer_device = resolve_buffer_device(args.pd_buffer_device, args.transport, engine_device)
     config = load_config(args.model_weights_dir) if args.model_weights_dir else None
     layout = LayoutSpec(
         profile=resolve_profile(args.model, config, args.with_mtp, _truthy(env, "TILERT_PD_NO_MTP")),
@@ -222,6 +232,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         engine=args.engine,
         model_dir=args.model_weights_dir,
         device=args.device,
+        buffer_device=buffer_device,
         num_mtp=args.num_mtp if args.with_mtp else 0,
         layout=layout,
         kv_scale_rule=ScaleRule(args.kv_scale_rule),
@@ -239,6 +250,22 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         deadlines=EngineDeadlines(args.engine_cancel_timeout_s, args.engine_stall_timeout_s),
         any_checkpoint=args.any_checkpoint,
     )
+
+
+def resolve_buffer_device(wanted: str | None, transport: str, engine_device: str) -> str:
+    """cpu, or the engine's GPU. wanted: None for the default. Raises ValueError for a GPU that nothing can write to."""
+    on_gpu = torch.device(engine_device).type == "cuda"
+    if wanted is None:
+        return engine_device if on_gpu and transport == "nixl" else "cpu"
+    if wanted not in ("cpu", "cuda"):
+        raise ValueError(f"--pd-buffer-device {wanted}: legal: cpu, cuda")
+    if wanted == "cpu":
+        return wanted
+    if transport != "nixl":
+        raise ValueError(f"--pd-buffer-device {wanted} with --transport {transport}: only nixl writes to a GPU")
+    if not on_gpu:
+        raise ValueError(f"--pd-buffer-device {wanted}: the engine is on {engine_device}, legal: cpu")
+    return engine_device
 
 
 def _receive_slots(count: int) -> int:

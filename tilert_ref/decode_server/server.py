@@ -17,7 +17,7 @@ from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
 from tilert_ref.connector.wire import listen
 from tilert_ref.decode_server.app import Identity, create_app
-from tilert_ref.decode_server.buffer import SharedBuffer
+from tilert_ref.decode_server.buffer import DeviceBuffer, ReceiveBuffer, SharedBuffer
 from tilert_ref.decode_server.engine_client import EngineClient, EngineUnavailable
 from tilert_ref.decode_server.messages import EngineSpec
 from tilert_ref.decode_server.options import Options
@@ -48,9 +48,8 @@ async def run(options: Options) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop_by_signal, stop)
-    layout = options.layout.layout()
     with listen(options.host, options.http_port) as http_socket:
-        buffer = SharedBuffer.create(layout.total_bytes, options.receive_slots)
+        buffer = await asyncio.to_thread(receive_buffer, options)
         engine = EngineClient(engine_spec(options, buffer), say, options.deadlines)
         engine.start()
         try:
@@ -102,7 +101,7 @@ async def _until_stopped(engine: EngineClient, serving: asyncio.Task[None], stop
     return 0
 
 
-def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
+def engine_spec(options: Options, buffer: ReceiveBuffer) -> EngineSpec:
     return EngineSpec(
         engine=options.engine,
         model_dir=options.model_dir,
@@ -114,7 +113,16 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         kv_scale_rule=options.kv_scale_rule,
         slots=options.receive_slots,
         attention=options.attention,
+        device_buffer=buffer.remote,
     )
+
+
+def receive_buffer(options: Options) -> ReceiveBuffer:
+    """Raises what torch raises if the GPU has no room."""
+    nbytes, slots = options.layout.layout().total_bytes, options.receive_slots
+    if options.buffer_device == "cpu":
+        return SharedBuffer.create(nbytes, slots)
+    return DeviceBuffer.create(nbytes, slots, options.buffer_device)
 
 
 def keep_ucx_local(host: str, env: MutableMapping[str, str]) -> None:
@@ -124,7 +132,7 @@ def keep_ucx_local(host: str, env: MutableMapping[str, str]) -> None:
         env.setdefault("UCX_NET_DEVICES", "lo")
 
 
-def start_receiver(options: Options, buffer: SharedBuffer) -> ReceiveServer:
+def start_receiver(options: Options, buffer: ReceiveBuffer) -> ReceiveServer:
     keep_ucx_local(options.host, os.environ)
     receiver = ReceiveServer(
         layout=options.layout.layout(),
@@ -155,7 +163,8 @@ def describe(options: Options) -> str:
     profile = layout.profile
     return (
         f"{options.transport}, {layout.row_format.name}, profile {profile.name} with {profile.num_layers} layers, "
-        f"{options.receive_slots} slot(s) of {layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB each), "
+        f"{options.receive_slots} slot(s) of {layout.max_seq_len} tokens ({layout.total_bytes / 2**20:.0f} MiB each) "
+        f"on {options.buffer_device}, "
         f"{options.senders} sender(s), peers {options.peers}, {'a' if options.secret else 'no'} shared secret"
     )
 

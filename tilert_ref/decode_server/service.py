@@ -75,6 +75,7 @@ class Lease:
         self.body = body
         self.rid = body.rid
         self.started = time.perf_counter()
+        self.came = time.monotonic()
         self.cancelled = threading.Event()
         self.turn = asyncio.Event()
         self.wait: asyncio.Future[Record] | None = None
@@ -89,12 +90,18 @@ class Lease:
 
 @dataclass
 class Timing:
-    """Milliseconds of `timing_ms` (http-api.md 1.8). queue, ours: from the KV's arrival to the request's turn."""
+    """Milliseconds of `timing_ms` (http-api.md 1.8).
+
+    Ours: queue, from the KV's arrival to the request's turn. first_step, to the start of the first decode step from the
+    KV's last byte, which a receiver of one-sided writes knows by the sender's `done`; from the request itself if that
+    came later, from its turn if it waited for it.
+    """
 
     wire_wait: float = 0.0
     queue: float = 0.0
     convert: float = 0.0
     inject: float = 0.0
+    first_step: float = 0.0
     decode: float = 0.0
 
     def rounded(self) -> dict[str, float]:
@@ -168,7 +175,8 @@ class DecodeService:
         self.receiver.expect(lease.rid)
         record = await self._wait_for_kv(lease)
         self._check_room(record)
-        decode = Decode(lease, record, Timing(wire_wait=_ms_since(lease.started)))
+        could_start = max(record.completed_at, lease.came)
+        decode = Decode(lease, record, Timing(wire_wait=_ms_since(lease.started)), could_start)
         await self._wait_for_turn(decode)
         await self._inject(decode, sampling)
         self.receiver.release(lease.rid)
@@ -219,6 +227,7 @@ class DecodeService:
             began = time.perf_counter()
             await lease.turn.wait()
             decode.timing.queue = _ms_since(began)
+            decode.could_start = time.monotonic()
         if lease.cancelled.is_set():
             raise _cancelled("the wait for its turn", lease.rid)
 
@@ -242,6 +251,7 @@ class DecodeService:
         if not isinstance(event, Injected):  # Ended: the engine saw the cancel before it decoded
             raise _cancelled("inject", lease.rid)
         decode.timing.convert, decode.timing.inject = event.convert_ms, event.inject_ms
+        decode.timing.first_step = 1000 * (event.at - decode.could_start)
         decode.started = time.perf_counter()
 
     @staticmethod
@@ -259,11 +269,15 @@ Line = dict[str, list[Any]]
 
 @dataclass
 class Decode:
-    """A request whose KV the engine has. `step` gives its tokens; after the last, `end` and the totals are known."""
+    """A request whose KV the engine has. `step` gives its tokens; after the last, `end` and the totals are known.
+
+    could_start: since when nothing but this node keeps the first step waiting, seconds of time.monotonic().
+    """
 
     lease: Lease
     record: Record
     timing: Timing
+    could_start: float
     started: float = 0.0
     sent: int = 0
     end: Ended | None = None

@@ -11,9 +11,12 @@ its tokens, then their scales: with 64 tokens 8,192 + 256 bytes, which is a page
 share a lower layer's indexer have no keys, as in vLLM; the wire carries copies of that layer's pages for them.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
-from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM
+from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_HEAD_DIM, PAGE_TOKENS
 from tilert_ref.connector.planes import scatter_index_pages
 from tilert_ref.connector.rounding import (
     INDEX_KEY_FLOOR,
@@ -124,11 +127,20 @@ class KVCache:
         positions = torch.arange(first, end, device=self.rows.device)
         return self.layer_rows(layer)[self.slots(positions)]
 
-    def inject(self, layer: int, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """Stores both planes of positions 0 .. n-1 as they came (the two forms of api.LayerKV)."""
-        positions = torch.arange(len(latent), device=self.rows.device)
-        rows = torch.cat((latent, rope.view(latent.dtype)), dim=-1)
-        self.layer_rows(layer)[self.slots(positions)] = rows.to(self.rows.device)
+    def inject(self, first: int, latents: Sequence[torch.Tensor], ropes: Sequence[torch.Tensor], tokens: int) -> None:
+        """Stores both planes (the two forms of api.LayerKV) of layers first, first + 1, ... at positions 0 .. tokens-1,
+        as they came.
+
+        Words of 8 bytes, all layers at once: a kernel a layer costs a GPU more time than the bytes, bytes one by one
+        cost a CPU ten times as much. On a GPU nothing waits for the copies: planes in pinned memory must stay as they
+        are until the stream is through.
+        """
+        device = self.rows.device
+        slots = self.slots(torch.arange(tokens, device=device))
+        latent, rope = (_words(_together(planes, device)) for planes in (latents, ropes))  # [layers, tokens, words]
+        rows = _words(self.rows.flatten(1, 2)[first : first + len(latents)])
+        for part, plane in zip(rows.split([latent.shape[2], rope.shape[2]], dim=2), (latent, rope), strict=True):
+            part.index_copy_(1, slots, plane)
 
     def overwrite(self, layer: int, position: int, row: torch.Tensor, index_key: torch.Tensor | None) -> None:
         """Puts stored bytes, uint8 [row bytes] and [132], in the place of what the engine wrote at a position."""
@@ -164,10 +176,20 @@ class KVCache:
         at = self._blocks(torch.arange(first, end, device=self.rows.device))
         return torch.cat([part[at] for part in self._index_parts(layer)], dim=1)
 
-    def inject_index(self, layer: int, pages: torch.Tensor, length: int) -> None:
-        """Stores the first `length` tokens of wire pages uint8 [ceil(length / 64), 8448] as they came."""
+    def inject_index(self, layers: Sequence[int], pages: Sequence[torch.Tensor], length: int) -> None:
+        """Stores the first `length` tokens of each layer's wire pages, uint8 [ceil(length / 64), 8448], as they came.
+
+        layers: some that have index keys, no such layer between them left out. With blocks of 64 tokens a page is a
+        block and is copied whole; what stands behind `length` in the last one is written before anything reads it.
+        """
         blocks = self.block_table[: -(-length // self.block_size)]
-        scatter_index_pages(pages.to(self.rows.device), self.index_blocks(layer), blocks, length)
+        if self.block_size == PAGE_TOKENS:
+            first = self.index_layers.index(layers[0])
+            pools = _words(self.index[first : first + len(layers)])
+            pools.index_copy_(1, blocks, _words(_together(pages, self.rows.device)))
+            return
+        for layer, each in zip(layers, pages, strict=True):
+            scatter_index_pages(each.to(self.rows.device), self.index_blocks(layer), blocks, length)
 
     def index_blocks(self, layer: int) -> torch.Tensor:
         """The layer's pool in the shape of vLLM's indexer cache, uint8 [num_blocks, block_size, 132]: a view.
@@ -199,6 +221,25 @@ class KVCache:
         split = self.block_size * self._code_bytes
         codes, scales = self.index_pool(layer).tensor_split([split], dim=1)
         return codes.unflatten(1, (self.block_size, -1)), scales.unflatten(1, (self.block_size, -1))
+
+
+def _together(planes: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Planes of one shape as one tensor on `device`: a view where they lie there at equal distances, as in a receive
+    buffer, else a copy."""
+    planes = [plane.to(device, non_blocking=True) for plane in planes]
+    one = planes[0]
+    starts = [plane.data_ptr() for plane in planes]
+    gaps = {after - before for before, after in pairwise(starts)} or {0}
+    home = one.untyped_storage().data_ptr()
+    alike = all(p.untyped_storage().data_ptr() == home and p.stride() == one.stride() for p in planes)
+    if alike and len(gaps) == 1 and min(gaps) >= 0:
+        return one.as_strided((len(planes), *one.shape), (min(gaps) // one.itemsize, *one.stride()))
+    return torch.stack(planes)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as words of 8, if the last dimension is made of such."""
+    return x.view(torch.int64) if x.shape[-1] * x.itemsize % 8 == 0 else x
 
 
 def check_fp8_rows(config: ModelConfig) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints as strict mappings, safetensors read lazily: every tensor is taken once or the load fails."""
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +72,7 @@ class Checkpoint(StrictTensors):
         self.files = {path.name: self._open(path) for path in self._paths()}
         self.home = self._locate()
         self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
-        self.read_bytes, self.reported = 0, 0
+        self.read_bytes, self.reported, self.began = 0, 0, time.perf_counter()
         super().__init__(self.directory, self.home, self._get)
 
     def __enter__(self) -> "Checkpoint":
@@ -130,4 +131,6 @@ class Checkpoint(StrictTensors):
         tenth = 10 * self.read_bytes // max(self.total_bytes, 1)
         if tenth > self.reported:
             self.reported = tenth
-            self.progress(f"weights: {self.read_bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB")
+            seconds = time.perf_counter() - self.began
+            size = f"{self.read_bytes / 1e6:,.0f} of {self.total_bytes / 1e6:,.0f} MB"
+            self.progress(f"weights: {size}, {seconds:.1f} s, {self.read_bytes / 1e9 / max(seconds, 1e-9):.1f} GB/s")

@@ -6,6 +6,9 @@ Captured once, it runs at any position: the host starts steps and reads tokens l
     steps = GreedySteps(model, cache, num_drafts)                             captures; seconds
     for ids in steps.run(seq_len, last_prompt_token, first_token): ...       lists of ids, one a step
 
+Where the host has to choose the tokens (temperature, logprobs), the same step is two graphs with the sampler between
+them: SampledSteps.
+
 Every kernel takes its sums in one order whatever stands around it, so eager and captured steps write the same bytes;
 tests/gpu holds them against each other.
 """
@@ -15,9 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tilert_ref.engine.api import Token
 from tilert_ref.engine.cache import KVCache
-from tilert_ref.engine.decode import Model
+from tilert_ref.engine.decode import Model, verify
 from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
+from tilert_ref.engine.sampling import Sampler
 
 STEPS_AHEAD = 8
 """Steps that are started together; the tokens of the ones before are read meanwhile (TileRT's GLM5_AR_N)."""
@@ -55,21 +60,33 @@ class DecodeState:
 
 def greedy_step(model: Model, cache: KVCache, state: DecodeState) -> None:
     """One step of decode.decode_plain or decode_mtp, greedy, without a look from the host."""
-    num_drafts = len(state.tokens) - 1
-    window = torch.arange(1 + num_drafts, device=state.tokens.device)
-    batch = model.captured_batch(state.position + window, cache)
-    hidden = forward(model.weights, model.config, cache, batch, state.tokens)  # [1 + d, D]
+    window = torch.arange(len(state.tokens), device=state.tokens.device)
+    hidden = window_hidden(model, cache, state)  # [1 + d, D]
     ids = logits(model.weights, hidden).argmax(-1)  # [1 + d]
     holds = (ids[:-1] == state.tokens[1:]).cumprod(0)  # [d], 1 while the drafts are what the model says
     count = holds.sum(0, keepdim=True) + 1  # [1]
     state.emitted.index_copy_(0, (state.total + window).clamp_max(len(state.emitted) - 1), ids)
     state.accepted.index_copy_(0, state.steps.clamp_max(len(state.accepted) - 1), count)
-    drafts = []
+    advance(model, cache, state, hidden, ids, count)
+    state.total.add_(count)
+    state.steps.add_(1)
+
+
+def window_hidden(model: Model, cache: KVCache, state: DecodeState) -> torch.Tensor:
+    """Hidden states of the last token and its drafts, [1 + d, D]; their rows are written."""
+    window = torch.arange(len(state.tokens), device=state.tokens.device)
+    batch = model.captured_batch(state.position + window, cache)
+    return forward(model.weights, model.config, cache, batch, state.tokens)
+
+
+def advance(
+    model: Model, cache: KVCache, state: DecodeState, hidden: torch.Tensor, ids: torch.Tensor, count: torch.Tensor
+) -> None:
+    """The next window after the first `count` [1] of ids [1 + d] were emitted: the last of them and drafts after it."""
+    drafts, num_drafts = [], len(state.tokens) - 1
     if num_drafts:
         drafts = draft_on_device(model, cache, state.position, ids, hidden, count, num_drafts)
     state.tokens.copy_(torch.cat([ids.index_select(0, count - 1), *drafts]))
-    state.total.add_(count)
-    state.steps.add_(1)
     # Steps that run on behind the end of the room write the same last positions again; nobody reads them.
     state.position.copy_((state.position + count).clamp_max(len(model.rope) - 1 - num_drafts))
 
@@ -163,12 +180,7 @@ class GreedySteps:
     @torch.inference_mode()
     def run(self, seq_len: int, last_prompt_token: int, first_token: int) -> Iterator[list[int]]:
         """Endless ids after first_token at seq_len, those of one step after those of another."""
-        if (attention := self.model.kernels.attention) is not None and not attention.replays(seq_len):
-            raise ValueError(f"captured steps of {attention.name} at {seq_len} tokens; legal: eager steps there")
-        self.state.start(seq_len, first_token)
-        if self.num_drafts:
-            self._last_prompt_token.fill_(last_prompt_token)
-            self._prime()
+        self.begin(seq_len, last_prompt_token, first_token)
         emitted, accepted = self._host
         done, begin = 0, 0
         self._launch()
@@ -181,6 +193,18 @@ class GreedySteps:
                 yield emitted[begin : begin + count].tolist()
                 begin += count
             done += STEPS_AHEAD
+
+    def begin(self, seq_len: int, last_prompt_token: int, first_token: int) -> None:
+        """The state in which a sequence's first step finds it, first drafts included.
+
+        Raises ValueError where a back end's captured steps don't hold for seq_len.
+        """
+        if (attention := self.model.kernels.attention) is not None and not attention.replays(seq_len):
+            raise ValueError(f"captured steps of {attention.name} at {seq_len} tokens; legal: eager steps there")
+        self.state.start(seq_len, first_token)
+        if self.num_drafts:
+            self._last_prompt_token.fill_(last_prompt_token)
+            self._prime()
 
     def _launch(self) -> None:
         for _ in range(STEPS_AHEAD):
@@ -197,3 +221,44 @@ class GreedySteps:
         event = torch.cuda.Event()
         event.record()
         return event
+
+
+class SampledSteps:
+    """Steps whose tokens the host chooses from the logits: one graph before its choice and one after it.
+
+    They share the greedy steps' model, cache, state and first drafts; capture is as there.
+    """
+
+    def __init__(self, greedy: GreedySteps, capture: Callable[[Callable[[], None]], Callable[[], None]] = cuda_graph):
+        self.greedy, self.state = greedy, greedy.state
+        model, cache, window = greedy.model, greedy.cache, len(greedy.state.tokens)
+        device, c = model.rope.device, model.config
+        self._hidden = torch.zeros(window, c.hidden_size, dtype=model.weights.embed.dtype, device=device)
+        self._logits = torch.zeros(window, c.vocab_size, device=device)
+        self._choice = torch.ones(window + 1, dtype=torch.int64, device=device)  # the ids, then how many count
+        self._host = torch.ones_like(self._choice, device="cpu", pin_memory=self._choice.is_cuda)
+
+        def look() -> None:
+            self._hidden.copy_(window_hidden(model, cache, self.state))
+            self._logits.copy_(logits(model.weights, self._hidden))
+
+        self._look = capture(look)
+        ids, count = self._choice.split([window, 1])
+        self._advance = capture(lambda: advance(model, cache, self.state, self._hidden, ids, count))
+
+    @torch.inference_mode()
+    def run(self, seq_len: int, last_prompt_token: int, first_token: int, sampler: Sampler) -> Iterator[list[Token]]:
+        """Endless tokens after first_token at seq_len, chosen as in decode.decode_plain and decode_mtp."""
+        self.greedy.begin(seq_len, last_prompt_token, first_token)
+        while True:
+            self._look()
+            emitted = verify(sampler, self._logits, self.state.tokens[1:].tolist())
+            yield emitted
+            self._choose([token.id for token in emitted])
+
+    def _choose(self, ids: list[int]) -> None:
+        """Ids behind those that were emitted don't matter, but are looked up in the embedding: the last ones stay."""
+        self._host[: len(ids)] = torch.tensor(ids)
+        self._host[-1] = len(ids)
+        self._choice.copy_(self._host, non_blocking=True)
+        self._advance()

@@ -173,14 +173,29 @@ def concat_rows(parts: list[Matrix]) -> Matrix:
     return replace(fp8[0], codes=torch.cat([p.codes for p in fp8]), scales=torch.cat([p.scales for p in fp8]))
 
 
-def stack(parts: list[Matrix]) -> Matrix:
-    """Matrices of one kind and shape, [n, out, in]. ValueError if some are fp8 and others are not."""
-    fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
-    if not fp8:
-        return _join(torch.stack, parts)
-    if len(fp8) < len(parts):
+def room_for(count: int, w: Matrix) -> Matrix:
+    """An empty stack of `count` matrices like w, [count, out, in], where w lies."""
+    return _with_tensors(w, [part.new_empty(count, *part.shape) for part in _tensors(w)])
+
+
+def place(stacked: Matrix, index: int, w: Matrix) -> None:
+    """Copies w to its place in a stack. ValueError if one is fp8 and the other is not."""
+    if type(stacked) is not type(w):
         raise ValueError("some are fp8 and some are not; legal: all or none")
-    return replace(fp8[0], codes=torch.stack([p.codes for p in fp8]), scales=torch.stack([p.scales for p in fp8]))
+    for whole, part in zip(_tensors(stacked), _tensors(w), strict=True):
+        whole[index].copy_(part)
+
+
+def _tensors(w: Matrix) -> list[torch.Tensor]:
+    if isinstance(w, Fp8Matrix):
+        return [w.codes, w.scales]
+    return [w.weight if isinstance(w, HopperMatrix) else w]
+
+
+def _with_tensors(w: Matrix, tensors: list[torch.Tensor]) -> Matrix:
+    if isinstance(w, Fp8Matrix):
+        return replace(w, codes=tensors[0], scales=tensors[1])
+    return HopperMatrix(tensors[0]) if isinstance(w, HopperMatrix) else tensors[0]
 
 
 def _join(how: Callable[[list[torch.Tensor]], torch.Tensor], parts: list[Matrix]) -> Matrix:

@@ -1,5 +1,6 @@
 """RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_PAGE_BYTES, RowFormat, bf16_row, page_count, row_format
 from tilert_ref.connector.planes import index_tokens
 from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.dummy import DummyTensors
 from tilert_ref.engine.flashinfer_mla import decode_attention
-from tilert_ref.engine.graph import GreedySteps
+from tilert_ref.engine.graph import GreedySteps, SampledSteps
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.numerics import Kernels, vllm_kernels
 from tilert_ref.engine.rope import rope_table, table_dtype
@@ -23,6 +25,7 @@ from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights, take_weights
 
 GREEDY = SamplingParams(temperature=0.0)
+INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
 
 
 class RefEngine:
@@ -32,10 +35,17 @@ class RefEngine:
     capabilities = Capabilities(penalties=False, ignore_eos=True, logprobs=True)
 
     def __init__(
-        self, model: Model, cache: KVCache, num_mtp: int, max_seq_len: int, captured: GreedySteps | None = None
+        self,
+        model: Model,
+        cache: KVCache,
+        num_mtp: int,
+        max_seq_len: int,
+        captured: GreedySteps | None = None,
+        sampled: SampledSteps | None = None,
     ):
+        """captured, sampled: what runs steps instead of decode.py, greedy ones and those that need a sampler."""
         self.model, self.cache, self.num_mtp, self.max_seq_len = model, cache, num_mtp, max_seq_len
-        self.captured = captured
+        self.captured, self.sampled = captured, sampled
         self.seq_len, self.last_prompt_token = 0, 0
 
     @property
@@ -59,11 +69,23 @@ class RefEngine:
         Of layers that share an indexer the pages are copies (protocol.md 8.5): they are compared and not stored.
         """
         self._check(kv)
-        for layer, planes in enumerate(kv.layers):
-            self.cache.inject(layer, planes.latent, planes.rope)
-            if self.model.config.has_indexer(layer):
-                self.cache.inject_index(layer, planes.index_pages, kv.seq_len)
+        device, waiting = self.cache.rows.device, list[LayerKV]()
+        try:
+            for layer, planes in enumerate(kv.layers, 1):
+                waiting.append(planes)
+                if len(waiting) == INJECTED_TOGETHER or layer == len(kv.layers):
+                    self._store(layer - len(waiting), waiting, kv.seq_len)
+                    waiting.clear()
+        finally:  # also when the caller's planes end the loop: no copy may go on when they are the caller's again
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         self.seq_len, self.last_prompt_token = kv.seq_len, kv.last_prompt_token
+
+    def _store(self, first: int, layers: list[LayerKV], seq_len: int) -> None:
+        self.cache.inject(first, [kv.latent for kv in layers], [kv.rope for kv in layers], seq_len)
+        own = {i: kv.index_pages for i, kv in enumerate(layers, first) if self.model.config.has_indexer(i)}
+        if own:
+            self.cache.inject_index(list(own), list(own.values()), seq_len)
 
     def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
         """The engine's own prefill: fills the cache from token ids and returns the first token."""
@@ -90,6 +112,8 @@ class RefEngine:
         stop_ids = frozenset() if sampling.ignore_eos else frozenset(self.model.config.eos_token_ids)
         if self._replays and sampling.greedy and top_logprobs is None:
             steps = self._captured_steps(first_token_id, stats)
+        elif self._replays and self.sampled is not None:
+            steps = self._sampled_steps(first_token_id, Sampler(sampling, top_logprobs), stats)
         else:
             steps = self._steps(first_token_id, Sampler(sampling, top_logprobs), stats)
         for event in until_stop(steps, first_token_id, budget, stop_ids):
@@ -115,6 +139,11 @@ class RefEngine:
             stats.calls, stats.emitted = stats.calls + 1, stats.emitted + len(ids)
             yield [Token(token) for token in ids]
 
+    def _sampled_steps(self, first_token: int, sampler: Sampler, stats: DraftStats) -> Iterator[list[Token]]:
+        for tokens in self.sampled.run(self.seq_len, self.last_prompt_token, first_token, sampler):
+            stats.calls, stats.emitted = stats.calls + 1, stats.emitted + len(tokens)
+            yield tokens
+
     def _stats(self, stats: DraftStats) -> dict[str, float | int | str]:
         if not self.num_mtp:
             return {}
@@ -136,10 +165,13 @@ class RefEngine:
             if planes.index_pages is not None:
                 pages = page_count(kv.seq_len)
                 _check_plane(f"layer {index} index_pages", planes.index_pages, torch.uint8, pages, INDEX_PAGE_BYTES)
-                _check_shared(kv, index, c.indexer_of(index))
+        device = self.cache.rows.device
+        if c.index_topk is not None:
+            _check_shared(kv, [c.indexer_of(layer) for layer in range(layers)], device)
         if self.cache.scale_rule is not None:
-            codes, scales = (FP8_DS_MLA[n].view(kv.layers[0].latent) for n in ("latent", "latent_scale"))
-            check_scale_rule(codes, scales, self.cache.scale_rule)  # one layer: a sender has one rule
+            latent = kv.layers[0].latent.to(device)  # one layer: a sender has one rule
+            codes, scales = (FP8_DS_MLA[name].view(latent) for name in ("latent", "latent_scale"))
+            check_scale_rule(codes, scales, self.cache.scale_rule)
 
     def _row_format(self) -> RowFormat:
         c = self.model.config
@@ -162,16 +194,24 @@ def _check_rows(name: str, planes: LayerKV, row: RowFormat, dtype: torch.dtype, 
     _check_plane(f"{name} rope", planes.rope, torch.bfloat16 if fp8 else dtype, tokens, row["rope"].count)
 
 
-def _check_shared(kv: PromptKV, layer: int, source: int) -> None:
-    """Raises ValueError if a layer's index keys differ from those of the layer whose indexer it shares.
+def _check_shared(kv: PromptKV, sources: list[int], device: torch.device) -> None:
+    """Raises ValueError if a layer's index keys differ from those of the layer whose indexer it shares, its source.
 
-    A sender that gives it keys of its own has a model with other indexers in mind.
+    A sender that gives it keys of its own has a model with other indexers in mind. Compared on the engine's device, and
+    the host looks once for all layers.
     """
-    pages = (kv.layers[i].index_pages for i in (layer, source))
-    if layer != source and not torch.equal(*(index_tokens(p, kv.seq_len) for p in pages)):
-        raise ValueError(
-            f"layer {layer}: index keys differ from layer {source}'s, whose indexer it shares; legal: a copy of them"
-        )
+    sharing = [(layer, source) for layer, source in enumerate(sources) if layer != source]
+    if not sharing:
+        return
+
+    def keys(layer: int) -> torch.Tensor:
+        return index_tokens(kv.layers[layer].index_pages.to(device), kv.seq_len)
+
+    differ = torch.stack([(keys(layer) != keys(source)).any() for layer, source in sharing]).tolist()
+    for (layer, source), different in zip(sharing, differ, strict=True):
+        if different:
+            text = f"layer {layer}: index keys differ from layer {source}'s, whose indexer it shares"
+            raise ValueError(f"{text}; legal: a copy of them")
 
 
 def _check_plane(name: str, plane: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
@@ -217,18 +257,35 @@ def load_engine(
     if backend is not None:
         kernels = replace(kernels, attention=backend)
     how = {"with_mtp": num_mtp > 0, "device": device, "kernels": kernels}
+    start = time.perf_counter()
     if load_format == "dummy":
         weights = take_weights(config, DummyTensors(config, device), **how)
     else:
         weights = load_weights(config, model_dir, progress=progress, **how)
+    progress(f"weights: on {device} after {time.perf_counter() - start:.1f} s")
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
     rope = rope_table(config, room, table_dtype(config, kernels.pointwise)).to(device)
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     model = Model(config, weights, rope, kernels)
-    captured = GreedySteps(model, cache, num_mtp, progress) if capture and can_capture(model, cache) else None
-    return RefEngine(model, cache, num_mtp, max_seq_len, captured)
+    if not (capture and can_capture(model, cache)):
+        return RefEngine(model, cache, num_mtp, max_seq_len)
+    captured, sampled = _captured(model, cache, num_mtp, progress)
+    return RefEngine(model, cache, num_mtp, max_seq_len, captured, sampled)
+
+
+def _captured(
+    model: Model, cache: KVCache, num_mtp: int, progress: Callable[[str], None]
+) -> tuple[GreedySteps, SampledSteps]:
+    start, kept = time.perf_counter(), tensor_cores.kept_kernels()
+    captured = GreedySteps(model, cache, num_mtp, progress)
+    progress("sampled step: capture")
+    sampled = SampledSteps(captured)
+    new, where = tensor_cores.kept_kernels() - kept, f"{tensor_cores.kernel_cache()} ($TRITON_CACHE_DIR)"
+    seconds = time.perf_counter() - start
+    progress(f"kernels and graphs: {seconds:.1f} s, {new} new entries beside {kept} in {where}")
+    return captured, sampled
 
 
 def can_capture(model: Model, cache: KVCache) -> bool:

@@ -5,8 +5,10 @@ emulated in torch (vllm_hopper.py). Nothing else asks what kind of device it has
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -76,3 +78,17 @@ def pointwise() -> ModuleType:
     from tilert_ref.engine import triton_pointwise
 
     return triton_pointwise
+
+
+def kernel_cache() -> Path:
+    """Where Triton keeps compiled kernels, so that the next start needs no compiler."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+
+
+def kept_kernels() -> int:
+    """How many entries it has: a compiled kernel has one or two."""
+    try:
+        return sum(1 for _ in kernel_cache().iterdir())
+    except OSError:  # nothing was compiled yet, or the directory can't be read
+        return 0

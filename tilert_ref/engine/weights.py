@@ -15,7 +15,7 @@ import torch
 from tilert_ref.engine.block_fp8 import BLOCK, recast_ue8m0
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress, StrictTensors
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, HopperMatrix, Matrix, concat_rows, stack
+from tilert_ref.engine.linear import Fp8Matrix, HopperMatrix, Matrix, concat_rows, place, room_for
 from tilert_ref.engine.numerics import TORCH, Kernels, SumOrder
 
 
@@ -195,12 +195,18 @@ class _Loader:
             raise self.error(f"{p}gate_proj and up_proj, multiplied as one: {error}") from error
 
     def experts(self, p: str) -> tuple[Matrix, Matrix]:
-        """gate_up [E, 2 * I, D] and down [E, D, I]."""
-        each = [self.expert(f"{p}{e}.") for e in range(self.config.n_routed_experts)]
-        try:
-            stacks = stack([e.gate_up for e in each]), stack([e.down for e in each])
-        except ValueError as error:
-            raise self.error(f"{p}*: {error}") from error
+        """gate_up [E, 2 * I, D] and down [E, D, I], each expert put in its place as it is read: a GPU has no room for a
+        layer's experts twice."""
+        count, stacks = self.config.n_routed_experts, []
+        for e in range(count):
+            expert = self.expert(f"{p}{e}.")
+            each = expert.gate_up, expert.down
+            stacks = stacks or [room_for(count, w) for w in each]
+            try:
+                for stacked, w in zip(stacks, each, strict=True):
+                    place(stacked, e, w)
+            except ValueError as error:
+                raise self.error(f"{p}*: {error}") from error
         if len({type(w) for w in stacks}) > 1:  # one kernel runs both products of an expert
             raise self.error(f"{p}*: of gate_up and down one is fp8 and one is not; legal: both or none")
         rule = self.rule.experts
