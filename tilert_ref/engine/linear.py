@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import tensor_cores, vllm_avx2, vllm_hopper
+from tilert_ref.engine import opaque, tensor_cores, vllm_avx2, vllm_hopper
 from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
 from tilert_ref.engine.numerics import SumOrder
 
@@ -183,7 +183,7 @@ def heads_product(x: torch.Tensor, w: torch.Tensor | LanesMatrix, order: SumOrde
     if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS:
         heads = [vllm_hopper.bf16_dot(vectors, matrix.T) for vectors, matrix in zip(x.unbind(1), w, strict=True)]
         return torch.stack(heads, dim=1).to(x.dtype)
-    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+    return opaque.heads_bmm(x, w)
 
 
 def fp8_product(x: torch.Tensor, w: Fp8Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,7 +7,7 @@ _grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are cho
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import tensor_cores
+from tilert_ref.engine import opaque, tensor_cores
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.linear import Fp8Matrix, InOrderMatrix, Matrix, experts_product, linear, product
 from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
@@ -24,7 +24,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if tensor_cores.there(gate_up):
         return tensor_cores.pointwise().silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return opaque.silu(gate) * up
 
 
 def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
         sigmoid = config.scoring_func == "sigmoid"
         chosen = config.num_experts_per_tok, config.norm_topk_prob
         return tensor_cores.pointwise().route(logits, bias, sigmoid, *chosen)
-    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
+    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else opaque.softmax(logits.float())
     choice = scores if bias is None else scores + bias  # [T, E]
     if config.n_group > 1 and config.topk_method != "greedy":
         choice = _mask_groups(config, choice, by_pairs=bias is not None)
@@ -45,7 +45,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
     ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=logits.is_cuda).indices  # [T, k]
     weights = scores.gather(1, ids)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / opaque.total(weights)
     return weights, ids
 
 

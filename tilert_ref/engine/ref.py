@@ -1,6 +1,7 @@
 """RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from tilert_ref.connector.layout import FP8_DS_MLA, INDEX_PAGE_BYTES, RowFormat,
 from tilert_ref.connector.planes import index_tokens
 from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
 from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
+from tilert_ref.engine.batch import Pieces
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
@@ -179,6 +181,7 @@ def load_engine(
     kv_scale_rule: ScaleRule | str = ScaleRule.POWER_OF_TWO,
     kernels: Kernels | None = None,
     capture: bool = True,
+    compile: bool = False,
     load_format: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
@@ -188,6 +191,7 @@ def load_engine(
     kv_scale_rule: how fp8_ds_mla rows are quantised: the rule of the vLLM whose rows are injected.
     kernels: whose arithmetic is followed; None: that of the vLLM that would run on this device (numerics.py).
     load_format: auto, or dummy for random weights (dummy.py): only config.json is read.
+    compile: decode steps on a CPU run as compiled pieces (compiled.py); where that can't be, progress says why.
     capture: greedy decoding runs as a CUDA graph where it can (graph.py).
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
@@ -210,8 +214,21 @@ def load_engine(
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     model = Model(config, weights, rope, kernels)
+    if compile:
+        model = replace(model, pieces=_pieces(model, {1, 1 + num_mtp}, progress))
     captured = GreedySteps(model, cache, num_mtp, progress) if capture and can_capture(model, cache) else None
     return RefEngine(model, cache, num_mtp, max_seq_len, captured)
+
+
+def _pieces(model: Model, tokens: set[int], progress: Callable[[str], None]) -> Pieces | None:
+    """Compiled forms for steps of so many tokens, or None and a line that says why."""
+    from tilert_ref.engine.compiled import CompileError, compile_pieces  # Inductor takes a second to import
+
+    try:
+        return compile_pieces(model, tokens, progress)
+    except CompileError as error:
+        progress(f"decode steps run as plain torch: {error}")
+        return None
 
 
 def can_capture(model: Model, cache: KVCache) -> bool:

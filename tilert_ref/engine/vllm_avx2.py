@@ -17,12 +17,14 @@ shows in a bf16 result once in some thousand decode steps.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 LANES = 16
 BLOCK = 16
+GROUP = 8 * BLOCK  # tokens of attend_group
 BMM_LANES = 4
 
 
@@ -40,6 +42,69 @@ def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: flo
     weights = weights / total[..., None]
     partial = sums_of_rows((weights[..., None] * values).view(-1, value_width), BLOCK)
     return _merge(partial.view(heads, -1, value_width), _log(total) + top[..., 0])
+
+
+def nothing_attended(heads: int, value_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state before the first block: attended [H, V] and log-sum-exp [H]."""
+    return torch.zeros(heads, value_width), torch.full((heads,), float("-inf"))
+
+
+def attend_in_groups(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    value_width: int,
+    scale: float,
+) -> torch.Tensor:
+    """attend with step = attend_group or a compiled form of it: 128 tokens at a time. rows in any dtype."""
+    padding = -len(rows) % GROUP
+    groups = torch.nn.functional.pad(rows, (0, 0, 0, padding)).float().split(GROUP)
+    valid = (torch.arange(len(rows) + padding) < len(rows)).split(GROUP)
+    attended, lse = nothing_attended(len(query), value_width)
+    for group, seen in zip(groups, valid, strict=True):
+        attended, lse = step(scale, query, group, seen, attended, lse)
+    return attended
+
+
+def attend_group(
+    scale: float,
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    attended: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sums written out for a compiler: every order is visible, so that all of it becomes one loop nest.
+
+    query [H, W], rows [128, W], valid [128] bool; attended [H, V] and lse [H] of the tokens before -> of those and the
+    valid ones of these. A block without valid tokens changes nothing: its log-sum-exp is -inf, its share exactly 0.
+    """
+    heads, steps = len(query), query.shape[1] // LANES
+    q, k = query.view(heads, 1, steps, LANES), rows.view(1, GROUP, steps, LANES)
+    lanes = _in_turn([q[:, :, i] * k[:, :, i] for i in range(steps)]).unbind(-1)  # 16 x [H, 128]
+    scores = (_in_turn(lanes[: LANES // 2]) + _in_turn(lanes[LANES // 2 :])) * scale
+    scores = torch.where(valid, scores, float("-inf")).view(heads, -1, BLOCK)  # [H, 8, 16]
+    top = scores.amax(-1)  # [H, 8]
+    weights = torch.where(scores == float("-inf"), 0.0, _exp(scores - top[..., None]))
+    total = _in_turn(weights.unbind(-1))  # [H, 8]
+    weights = weights / torch.where(total == 0, 1.0, total)[..., None]
+    values = rows[:, : attended.shape[1]].view(-1, BLOCK, attended.shape[1])  # [8, 16, V]
+    partial = _in_turn([weights[:, :, i, None] * values[:, i] for i in range(BLOCK)])  # [H, 8, V]
+    for block, block_lse in enumerate((_log(total) + top).unbind(-1)):
+        high = torch.maximum(lse, block_lse)  # [H]
+        before, here = _exp(lse - high), _exp(block_lse - high)
+        both = before + here
+        attended = attended * (before / both)[:, None] + partial[:, block] * (here / both)[:, None]
+        lse = _log(both) + high
+    return attended, lse
+
+
+def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, one after the other."""
+    total, *others = parts
+    for part in others:
+        total = total + part
+    return total
 
 
 def _scores(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
