@@ -89,7 +89,8 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
     from tilert_ref.engine.api import SamplingParams
     from tilert_ref.engine.ref import load_engine
 
-    options = {"kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format, "capture": not args.eager}
+    options = {"kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format}
+    options |= {"capture": not args.eager, "compile": not args.eager and args.device == "cpu", "progress": _progress}
     room = context + args.tokens + 2
     engine = load_engine(args.model_dir, device=args.device, max_seq_len=room, num_mtp=num_mtp, **options)
     sampling, stats = SamplingParams(temperature=0.0, ignore_eos=True), {}
@@ -114,10 +115,16 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
         if not num_mtp
         else (f"acceptance length {per_step}")
     )
-    name = f"tilert_ref {'eager' if engine.captured is None else 'captured'}, {num_mtp} draft(s), {context} tokens"
+    how = "captured" if engine.captured is not None else "compiled" if engine.model.pieces is not None else "eager"
+    name = f"tilert_ref {how}, {num_mtp} draft(s), {context} tokens"
     measured = Measured(name, speed, note)
     print(measured.row(), flush=True)
     return measured
+
+
+def _progress(line: str) -> None:
+    if line.startswith("decode steps"):  # not what is read from where
+        print(line, flush=True)
 
 
 def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
@@ -205,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="dummy: random weights, for a slice",
     )
-    decode.add_argument("--eager", action="store_true", help="no CUDA graph on our side")
+    decode.add_argument("--eager", action="store_true", help="plain torch on our side: no CUDA graph, nothing compiled")
     decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")
     decode.add_argument("--peer-json", action="store_true", help=argparse.SUPPRESS)
     return parser

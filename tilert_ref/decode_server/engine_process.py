@@ -205,6 +205,7 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         kv_cache_dtype=layout.row_format.name,
         kv_scale_rule=spec.kv_scale_rule,
         progress=progress,
+        **({"compile": True} if spec.compile else {}),  # an engine that can't has no such argument
     )
     return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
 

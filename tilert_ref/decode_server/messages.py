@@ -38,7 +38,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
     without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots. kv_scale_rule: of
-    fp8_ds_mla rows.
+    fp8_ds_mla rows. compile: decode steps on a CPU are compiled.
     """
 
     engine: str
@@ -50,6 +50,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     buffer_fd: int
     kv_scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO
     slots: int = 1
+    compile: bool = False
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):

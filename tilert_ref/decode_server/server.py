@@ -112,6 +112,7 @@ def engine_spec(options: Options, buffer: SharedBuffer) -> EngineSpec:
         buffer_fd=buffer.fd,
         kv_scale_rule=options.kv_scale_rule,
         slots=options.receive_slots,
+        compile=options.compile,
     )
 
 

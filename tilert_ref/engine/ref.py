@@ -23,6 +23,10 @@ from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights, take_weights
 
 GREEDY = SamplingParams(temperature=0.0)
+COMPILE_HELP = (
+    "compile decode steps for this CPU (needs a C++ compiler): the same bits in two thirds of the time, after some 30 "
+    "seconds at the first start and 5 at later ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
+)
 
 
 class RefEngine:
