@@ -57,12 +57,13 @@ def attend_in_groups(
     scale: float,
 ) -> torch.Tensor:
     """attend with step = attend_group or a compiled form of it: 128 tokens at a time. rows in any dtype."""
-    padding = -len(rows) % GROUP
-    groups = torch.nn.functional.pad(rows, (0, 0, 0, padding)).float().split(GROUP)
-    valid = (torch.arange(len(rows) + padding) < len(rows)).split(GROUP)
+    numbers = torch.arange(GROUP)
     attended, lse = nothing_attended(len(query), value_width)
-    for group, seen in zip(groups, valid, strict=True):
-        attended, lse = step(scale, query, group, seen, attended, lse)
+    for group in rows.split(GROUP):
+        valid = numbers < len(group)
+        if len(group) < GROUP:
+            group = torch.nn.functional.pad(group, (0, 0, 0, GROUP - len(group)))
+        attended, lse = step(scale, query, group.float(), valid, attended, lse)
     return attended
 
 
@@ -180,17 +181,11 @@ def in_four_lanes() -> bool:
     """Whether torch.bmm of bf16 takes its sums in four lanes here: lane l adds up the inputs l, l + 4, l + 8, ..., then
     lane after lane is added (ATen/native/cpu/BlasKernel.cpp, sum). A CPU with bf16 instructions has other kernels.
 
-    Asked of sums that nearly cancel, so that another order shows in nearly each of them.
+    Asked of sums that cancel (cancelling_columns), where another order leaves another rest.
     """
-    draw = torch.Generator().manual_seed(0)
-
-    def powers(*shape: int) -> torch.Tensor:
-        signs = torch.randint(0, 2, shape, generator=draw) * 2 - 1
-        return signs * torch.pow(2.0, torch.randint(0, 12, shape, generator=draw))
-
-    weight = powers(128, 64)
+    weight = cancelling_columns(128, 64)
     for tokens in (1, 3):
-        x = powers(tokens, 128)
+        x = torch.arange(1.0, tokens + 1)[:, None].expand(-1, 128)
         ours = torch.zeros(tokens, BMM_LANES, 64)
         for at in range(0, 128, BMM_LANES):
             ours += x[:, at : at + BMM_LANES, None] * weight[at : at + BMM_LANES]
@@ -198,3 +193,15 @@ def in_four_lanes() -> bool:
         if not torch.bmm(x[None].bfloat16(), weight[None].bfloat16())[0].equal(ours.bfloat16()):
             return False
     return True
+
+
+def cancelling_columns(rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] fp32 that bf16 holds: each column is values of many sizes and their negatives, shuffled. Its sum
+    is 0 but for what fp32 rounds away on the way, which depends on the order."""
+    draw = torch.Generator().manual_seed(0)
+    half = torch.randn(rows // 2, columns, generator=draw) * 2.0 ** torch.randint(
+        0, 20, (rows // 2, columns), generator=draw
+    )
+    half = half.bfloat16().float()
+    shuffled = torch.rand(rows, columns, generator=draw).argsort(0)
+    return torch.cat((half, -half)).gather(0, shuffled)
