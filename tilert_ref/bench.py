@@ -111,7 +111,8 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
     from tilert_ref.engine.api import SamplingParams
     from tilert_ref.engine.ref import load_engine
 
-    options = {"kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format, "capture": not args.eager}
+    options = {"kv_cache_dtype": args.kv_cache_dtype, "load_format": args.load_format}
+    options |= {"capture": not args.eager, "compile": not args.eager and args.device == "cpu", "progress": _progress}
     room = context + args.tokens + 2
     engine = load_engine(args.model_dir, device=args.device, max_seq_len=room, num_mtp=num_mtp, **options)
     sampling, stats = SamplingParams(temperature=0.0, ignore_eos=True), {}
@@ -136,7 +137,8 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
         if not num_mtp
         else (f"acceptance length {per_step}")
     )
-    name = f"tilert_ref {'eager' if engine.captured is None else 'captured'}, {num_mtp} draft(s), {context} tokens"
+    how = "captured" if engine.captured is not None else "compiled" if engine.model.pieces is not None else "eager"
+    name = f"tilert_ref {how}, {num_mtp} draft(s), {context} tokens"
     facts = {"who": "ours", "context": context, "num_mtp": num_mtp, "step_us": 1e6 * per_step / speed, **stats}
     facts |= {"bytes_without_drafts": moved, "share_of_copy": None if num_mtp else share}
     measured = Measured(name, speed, note, facts)
@@ -148,6 +150,11 @@ def _measure_ours(args: argparse.Namespace, num_mtp: int, context: int, bandwidt
         print(*split.rows(), sep="\n", flush=True)
         facts |= {"phases_us": split.us, "captured_step_us": split.step_us, "marks_us": split.marks_us}
     return measured
+
+
+def _progress(line: str) -> None:
+    if line.startswith("decode steps"):  # not what is read from where
+        print(line, flush=True)
 
 
 def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
@@ -237,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="dummy: random weights, for a slice",
     )
-    decode.add_argument("--eager", action="store_true", help="no CUDA graph on our side")
+    decode.add_argument("--eager", action="store_true", help="plain torch on our side: no CUDA graph, nothing compiled")
     decode.add_argument("--phases", action="store_true", help="split a step by phase (default for captured steps)")
     decode.add_argument("--json", type=Path, metavar="FILE", help="what was measured; scripts/plot_bench.py draws it")
     decode.add_argument("--timeout", type=float, default=900, help="seconds for vLLM's half")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from tilert_ref.engine.api import Finished, SamplingParams
-from tilert_ref.engine.ref import RefEngine, load_engine
+from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_seq_len=args.max_seq_len,
             num_mtp=args.num_mtp,
             kv_cache_dtype=args.kv_cache_dtype,
+            compile=args.compile,
             progress=lambda line: print(line, file=sys.stderr),
         )
         return _generate(engine, prompt, args)
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-seq-len", type=int, default=4096, help="prompt and answer together (default 4096)")
     parser.add_argument("--kv-cache-dtype", default="bf16", help="bf16 (default), or fp8 for a sparse model")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help=COMPILE_HELP)
     parser.add_argument("--ids", action="store_true", help="print the generated token ids too")
     return parser
 

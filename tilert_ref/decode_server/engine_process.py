@@ -206,6 +206,7 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         kv_scale_rule=spec.kv_scale_rule,
         progress=progress,
         **({} if spec.attention == "auto" else {"attention": spec.attention}),
+        **({"compile": True} if spec.compile else {}),  # an engine that can't has no such argument
     )
     return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
 

@@ -40,7 +40,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     engine: `ref`, `stub` or `package.module:function`. device: `auto` or a torch device. num_mtp: drafts a step, 0
     without MTP. buffer_fd: inherited descriptor of the receive buffer, which has `slots` slots; device_buffer: where it
     is if it lies on a GPU. kv_scale_rule: of fp8_ds_mla rows. attention: back end of decode's attention; engines that
-    are not `ref` know only `auto`.
+    are not `ref` know only `auto`. compile: decode steps on a CPU are compiled.
     """
 
     engine: str
@@ -54,6 +54,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     slots: int = 1
     attention: str = "auto"
     device_buffer: RemoteMemory | None = None
+    compile: bool = False
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):

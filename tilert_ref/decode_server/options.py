@@ -18,6 +18,7 @@ from tilert_ref.decode_server.messages import LayoutSpec
 from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
 from tilert_ref.engine.flashinfer_mla import ATTENTION
+from tilert_ref.engine.ref import COMPILE_HELP
 
 MAX_SENDERS = 8
 MAX_SLOTS = 16
@@ -83,6 +84,7 @@ class Options:
     model_dir: str
     device: str
     buffer_device: str
+    compile: bool
     num_mtp: int
     layout: LayoutSpec
     kv_scale_rule: ScaleRule
@@ -164,6 +166,7 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
     add("--mooncake-protocol", metavar="NAME", help=f"{' or '.join(MOONCAKE_PROTOCOLS)} (default tcp): see above")
     add("--mooncake-devices", metavar="A,B", help="RDMA devices that Mooncake may use (default: all)")
     add("--device", default="auto", help="torch device of the engine (default: cuda if there is one, else cpu)")
+    add("--compile", action="store_true", help=COMPILE_HELP)
     add(
         "--kv-scale-rule",
         default=ScaleRule.POWER_OF_TWO.value,
@@ -233,6 +236,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         model_dir=args.model_weights_dir,
         device=args.device,
         buffer_device=buffer_device,
+        compile=args.compile,
         num_mtp=args.num_mtp if args.with_mtp else 0,
         layout=layout,
         kv_scale_rule=ScaleRule(args.kv_scale_rule),

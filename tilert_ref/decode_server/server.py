@@ -114,6 +114,7 @@ def engine_spec(options: Options, buffer: ReceiveBuffer) -> EngineSpec:
         slots=options.receive_slots,
         attention=options.attention,
         device_buffer=buffer.remote,
+        compile=options.compile,
     )
 
 

@@ -1,6 +1,8 @@
 """The tokens that one forward pass feeds, and what each of them sees."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +26,15 @@ step, whose position the host doesn't know, they are Selected."""
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """What runs in the place of a layer's functions, with the same arguments and bits (compiled.py)."""
+
+    before: Callable[..., Any]  # model.before_attention
+    after: Callable[..., Any]  # model.after_attention
+    attend: Callable[..., torch.Tensor] | None  # vllm_avx2.attend; None: the kernel stays as it is
+
+
+@dataclass(frozen=True)
 class Batch:
     """Consecutive tokens of one sequence: where they stand and how they attend.
 
@@ -34,6 +45,8 @@ class Batch:
 
     first is None in a captured step: it runs at whatever `positions` holds then, so nothing may ask the host for it.
     everything: what the queries of a dense model attend to in such a step.
+
+    pieces: compiled forms of a layer's functions; None: plain torch.
     """
 
     first: int | None
@@ -44,6 +57,7 @@ class Batch:
     keep_rows: bool = False
     chosen: Seen | None = None
     everything: Selected | None = None
+    pieces: Pieces | None = None
 
     @property
     def captured(self) -> bool:

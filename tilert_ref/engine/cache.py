@@ -91,14 +91,23 @@ class KVCache:
             "kv_scale_read": SCALE_READ.value,
         }
 
+    @property
+    def block_table(self) -> torch.Tensor:
+        """The block of every 64 positions (block_size), int64 [blocks]."""
+        return self._block_table
+
+    @block_table.setter
+    def block_table(self, table: torch.Tensor) -> None:
+        within = torch.arange(self.block_size, device=table.device)
+        self._block_table, self._slots = table, (table[:, None] * self.block_size + within).flatten()
+
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions [T] -> rows of the flattened pool [T]."""
-        return self.block_table[positions // self.block_size] * self.block_size + positions % self.block_size
+        """Positions p [T] -> rows of the flattened pool: block_table[p // block_size] * block_size + p % block_size."""
+        return self._slots.index_select(0, positions)
 
     def everything(self, positions: torch.Tensor) -> Selected:
         """For dense attention in a captured step: all slots in order, of which query t sees positions[t] + 1."""
-        slots = self.slots(torch.arange(len(self.block_table) * self.block_size, device=positions.device)).int()
-        return Selected(slots.expand(len(positions), -1).contiguous(), (positions + 1).int())
+        return Selected(self._slots.int().expand(len(positions), -1).contiguous(), (positions + 1).int())
 
     def write(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Stores latent [T, L] and rope [T, R] of the given positions, quantised if the rows are fp8_ds_mla."""
@@ -110,7 +119,7 @@ class KVCache:
             rows = torch.cat((latent, rope), dim=-1)
         else:
             rows = quantize_fp8_ds_mla(latent, rope, self.scale_rule)
-        self.layer_rows(layer)[self.slots(positions)] = rows
+        self.layer_rows(layer).index_copy_(0, self.slots(positions), rows)
 
     def read(self, layer: int, length: int) -> torch.Tensor:
         """Values of positions 0 .. length-1 in order, [length, L + R]: what attention sees, this step's tokens too."""
@@ -124,8 +133,7 @@ class KVCache:
 
     def read_rows(self, layer: int, end: int, first: int = 0) -> torch.Tensor:
         """Rows of positions first .. end-1 as they are stored, [n, L + R] or uint8 [n, 656]."""
-        positions = torch.arange(first, end, device=self.rows.device)
-        return self.layer_rows(layer)[self.slots(positions)]
+        return self.layer_rows(layer).index_select(0, self._slots[first:end])
 
     def inject(self, first: int, latents: Sequence[torch.Tensor], ropes: Sequence[torch.Tensor], tokens: int) -> None:
         """Stores both planes (the two forms of api.LayerKV) of layers first, first + 1, ... at positions 0 .. tokens-1,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tilert_ref.engine.api import FinishReason, Token
-from tilert_ref.engine.batch import Batch, Seen, Selected
+from tilert_ref.engine.batch import Batch, Pieces, Seen, Selected
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
@@ -24,18 +24,22 @@ from tilert_ref.engine.weights import MtpWeights, Weights
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that doesn't change between steps. rope: [positions, 2, rope / 2] (rope.rope_table)."""
+    """Everything that doesn't change between steps. rope: [positions, 2, rope / 2] (rope.rope_table). pieces: compiled
+    forms of the layers' functions, for the eager steps of a CPU."""
 
     config: ModelConfig
     weights: Weights
     rope: torch.Tensor
     kernels: Kernels
+    pieces: Pieces | None = None
 
     def batch(
         self, first: int, tokens: int, *, absorbed: bool = True, keep_rows: bool = False, chosen: Seen | None = None
     ) -> Batch:
         positions = torch.arange(first, first + tokens, device=self.rope.device)
-        return Batch(first, positions, self.rope[positions], absorbed, self.kernels, keep_rows, chosen)
+        return Batch(
+            first, positions, self.rope[positions], absorbed, self.kernels, keep_rows, chosen, None, self.pieces
+        )
 
     def captured_batch(
         self, positions: torch.Tensor, cache: KVCache, *, keep_rows: bool = False, chosen: Selected | None = None

@@ -43,13 +43,13 @@ def lightning_index(
 
     Writes the tokens' index keys first. A query that has no more than index_topk tokens before it sees them all.
     """
-    with tensor_cores.beside(x, 3) as join_keys:
+    with tensor_cores.beside(x, 3):
         if not batch.keep_rows:
             cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
     lengths = batch.lengths()
     if lengths is None:  # a captured step on a GPU
         q, weights = rounded_queries(w, config, cache, batch, x, c_q, batch.cos_sin)
-        join_keys()
+        tensor_cores.join(x, 3)
         return choose_on_device(config, cache, layer, batch, q, weights)
     seen: Seen = [slice(0, length) for length in lengths if length <= config.index_topk]
     if len(seen) < len(x):
@@ -108,11 +108,11 @@ def rounded_queries(
     cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of the queries, [T, Hi, d], and the weights of their heads, with the codes' scales, fp32 [T, Hi]."""
-    with tensor_cores.beside(x, 4) as join_heads:
+    with tensor_cores.beside(x, 4):
         heads = linear(x, w.weights_proj)  # [T, Hi]
     q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
     q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
-    join_heads()
+    tensor_cores.join(x, 4)
     return q, index_weights(config, heads, q_scale)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import tensor_cores, vllm_hopper
+from tilert_ref.engine import opaque, tensor_cores, vllm_avx2, vllm_hopper
 from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
 from tilert_ref.engine.numerics import SumOrder
 
@@ -92,7 +92,61 @@ class HopperMatrix:
         return F.linear(x, self.weight) if len(x) > DOT_TOKENS else self.product(x).to(x.dtype)
 
 
-Matrix = torch.Tensor | HopperMatrix | Fp8Matrix
+@dataclass(frozen=True)
+class InOrderMatrix:
+    """A stack of bf16 matrices whose products are summed over the inputs one after the other, in fp32: the experts of
+    vLLM's AVX2 kernel (vllm_avx2.py)."""
+
+    weight: torch.Tensor  # [n, out, in]
+
+    def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Row p is row p of x [P, in] fp32 times matrix ids[p], [P, out] fp32."""
+        columns = x.shape[1]
+        if self.weight[0].numel() <= KEPT_VALUES:
+            table = self._kept_table
+        else:
+            chosen, ids = ids.unique(return_inverse=True)
+            table = _columns(self.weight[chosen])
+        rows = ids[:, None] * columns + torch.arange(columns)
+        return vllm_avx2.weighted_rows(table, rows, x)
+
+    @cached_property
+    def _kept_table(self) -> torch.Tensor:
+        return _columns(self.weight)
+
+
+@dataclass(frozen=True)
+class LanesMatrix:
+    """A bf16 matrix for each head whose products have the bits of torch.bmm on a CPU without bf16 instructions, in a
+    fifth of its time (vllm_avx2.in_four_lanes says whether it is such a CPU)."""
+
+    weight: torch.Tensor  # [H, K, N], K a multiple of four
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, K] -> [T, H, N] in x's dtype."""
+        lanes = x.float().unflatten(2, (-1, vllm_avx2.BMM_LANES)).transpose(2, 3)  # [T, H, 4, K / 4]
+        rows = self._rows.expand(lanes.shape).reshape(-1, lanes.shape[3])
+        sums = vllm_avx2.weighted_rows(self._table, rows, lanes.reshape(rows.shape))  # [T * H * 4, N]
+        first, *others = sums.unflatten(0, lanes.shape[:3]).unbind(2)  # [T, H, N] each
+        return sum(others, start=first).to(x.dtype)
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        return self.weight.float().flatten(0, 1)
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        """Row numbers in the table, [H, 4, K / 4]: lane l takes every fourth from l on."""
+        heads, width, _ = self.weight.shape
+        return torch.arange(heads * width).view(heads, -1, vllm_avx2.BMM_LANES).transpose(1, 2)
+
+
+def _columns(weight: torch.Tensor) -> torch.Tensor:
+    """[n, out, in] -> the columns of all matrices one below the other, [n * in, out] fp32."""
+    return weight.transpose(1, 2).contiguous().float().flatten(0, 1)
+
+
+Matrix = torch.Tensor | HopperMatrix | Fp8Matrix | InOrderMatrix
 
 
 def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
@@ -120,14 +174,16 @@ def experts_product(x: torch.Tensor, w: Matrix, expert_ids: torch.Tensor, dtype:
     return tensor_cores.products().fp8_product(codes.flatten(1), scales, w.codes, w.scales, dtype, expert_ids)
 
 
-def heads_product(x: torch.Tensor, w: torch.Tensor, order: SumOrder) -> torch.Tensor:
+def heads_product(x: torch.Tensor, w: torch.Tensor | LanesMatrix, order: SumOrder) -> torch.Tensor:
     """Every head's vector times its matrix: x [T, H, K], w [H, K, N] -> [T, H, N] in x's dtype."""
+    if isinstance(w, LanesMatrix):
+        return w.product(x)
     if order is SumOrder.VLLM_HOPPER and tensor_cores.there(x):
         return tensor_cores.products().heads_product(x, w.transpose(1, 2).contiguous())
     if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS:
         heads = [vllm_hopper.bf16_dot(vectors, matrix.T) for vectors, matrix in zip(x.unbind(1), w, strict=True)]
         return torch.stack(heads, dim=1).to(x.dtype)
-    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+    return opaque.heads_bmm(x, w)
 
 
 def fp8_product(x: torch.Tensor, w: Fp8Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:

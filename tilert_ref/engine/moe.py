@@ -7,10 +7,10 @@ _grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are cho
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import tensor_cores, vllm_avx2
+from tilert_ref.engine import opaque, tensor_cores
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, Matrix, experts_product, linear, product
-from tilert_ref.engine.numerics import Kernels, SumOrder, round_kernel
+from tilert_ref.engine.linear import Fp8Matrix, InOrderMatrix, Matrix, experts_product, linear, product
+from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
 
@@ -24,7 +24,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if tensor_cores.there(gate_up):
         return tensor_cores.pointwise().silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return opaque.silu(gate) * up
 
 
 def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
         sigmoid = config.scoring_func == "sigmoid"
         chosen = config.num_experts_per_tok, config.norm_topk_prob
         return tensor_cores.pointwise().route(logits, bias, sigmoid, *chosen)
-    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
+    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else opaque.softmax(logits.float())
     choice = scores if bias is None else scores + bias  # [T, E]
     if config.n_group > 1 and config.topk_method != "greedy":
         choice = _mask_groups(config, choice, by_pairs=bias is not None)
@@ -45,7 +45,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
     ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=logits.is_cuda).indices  # [T, k]
     weights = scores.gather(1, ids)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / opaque.total(weights)
     return weights, ids
 
 
@@ -80,21 +80,48 @@ def router_logits(config: ModelConfig, x: torch.Tensor, gate: Matrix) -> torch.T
 def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """Sum over the chosen experts of weight * SwiGLU_e(x), [T, D].
 
-    fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts, one rounding at the end: the
-    rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec"). Those of its CUDA kernels: experts_cuda.
+    fp32 inside an expert, its activation rounded to x's dtype, fp32 across experts in the order of their ids, one
+    rounding at the end: the rounding points of vLLM's fused CPU kernel (cpu_fused_moe, isa "vec"). Those of its CUDA
+    kernels: experts_cuda.
     """
     if isinstance(w.gate_up, Fp8Matrix) or kernels.order is SumOrder.VLLM_HOPPER:
         return experts_cuda(w.gate_up, w.down, x, weights, ids)
-    multiply = vllm_avx2.linear if kernels.order is SumOrder.VLLM_AVX2 else F.linear
+    if isinstance(w.gate_up, InOrderMatrix):
+        return _experts_in_order(w.gate_up, w.down, x, weights, ids, kernels.rounding)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = multiply(x[token].float(), w.gate_up[expert].float()).chunk(2, dim=-1)  # [n, I]
-        # silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too
-        inner = round_kernel(gate * gate.sigmoid() * up, x.dtype, kernels.rounding).float()
-        expert_out = multiply(inner, w.down[expert].float())  # [n, D]
+        inner = _inner(F.linear(x[token].float(), w.gate_up[expert].float()), x.dtype, kernels.rounding)  # [n, I]
+        expert_out = F.linear(inner, w.down[expert].float())  # [n, D]
         out.index_add_(0, token, expert_out * weights[token, slot, None])
     return round_kernel(out, x.dtype, kernels.rounding)
+
+
+def _experts_in_order(
+    gate_up: InOrderMatrix,
+    down: InOrderMatrix,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    rounding: KernelRounding,
+) -> torch.Tensor:
+    """experts in vLLM's order of sums: a row for each token and expert, without a look at the ids from Python."""
+    ids, order = ids.sort(dim=-1)
+    pairs, chosen = ids.flatten(), ids.shape[1]  # [T * k]
+    inner = _inner(gate_up.product(x.float().repeat_interleave(chosen, 0), pairs), x.dtype, rounding)  # [T * k, I]
+    outputs = down.product(inner, pairs).view(*ids.shape, -1) * weights.gather(1, order)[..., None]  # [T, k, D]
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for output in outputs.unbind(1):
+        out += output
+    return round_kernel(out, x.dtype, rounding)
+
+
+def _inner(gate_up: torch.Tensor, dtype: torch.dtype, rounding: KernelRounding) -> torch.Tensor:
+    """[n, 2 I] fp32 -> SwiGLU's activation rounded to dtype, [n, I] fp32.
+
+    silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return round_kernel(gate * gate.sigmoid() * up, dtype, rounding).float()
 
 
 def experts_cuda(
@@ -119,10 +146,10 @@ def _moe_on_device(
     w: MoeWeights, config: ModelConfig, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """moe of a few tokens on a Hopper GPU, without a look at the ids from the host: a row for each token and expert."""
-    with tensor_cores.beside(x, 1) as join:
+    with tensor_cores.beside(x, 1):
         shared = None if w.shared is None else mlp(w.shared, x)
     pairs = ids.flatten()  # [T * k]
     inner = silu_and_mul(experts_product(x, w.gate_up, pairs, x.dtype))  # [T * k, I]
     outputs = experts_product(inner, w.down, pairs, torch.float32)  # [T * k, D]
-    join()
+    tensor_cores.join(x, 1)
     return tensor_cores.pointwise().combine_experts(outputs, weights, config.routed_scaling_factor, shared, x.dtype)

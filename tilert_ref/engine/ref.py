@@ -12,6 +12,7 @@ from tilert_ref.connector.planes import index_tokens
 from tilert_ref.connector.rounding import ScaleRule, check_scale_rule
 from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.api import Capabilities, Finished, LayerKV, PromptKV, SamplingParams, Token
+from tilert_ref.engine.batch import Pieces
 from tilert_ref.engine.cache import KVCache, check_fp8_rows
 from tilert_ref.engine.config import ConfigError, ModelConfig, load_config
 from tilert_ref.engine.decode import DraftStats, Model, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
@@ -26,6 +27,10 @@ from tilert_ref.engine.weights import load_weights, take_weights
 
 GREEDY = SamplingParams(temperature=0.0)
 INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
+COMPILE_HELP = (
+    "compile decode steps for this CPU (needs a C++ compiler): the same bits in two thirds of the time, after some 30 "
+    "seconds at the first start and 5 at later ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
+)
 
 
 class RefEngine:
@@ -231,6 +236,7 @@ def load_engine(
     kernels: Kernels | None = None,
     capture: bool = True,
     attention: str = "auto",
+    compile: bool = False,
     load_format: str = "auto",
     progress: Callable[[str], None] = lambda line: None,
 ) -> RefEngine:
@@ -240,6 +246,7 @@ def load_engine(
     kv_scale_rule: how fp8_ds_mla rows are quantised: the rule of the vLLM whose rows are injected.
     kernels: whose arithmetic is followed; None: that of the vLLM that would run on this device (numerics.py).
     load_format: auto, or dummy for random weights (dummy.py): only config.json is read.
+    compile: decode steps on a CPU run as compiled pieces (compiled.py); where that can't be, progress says why.
     capture: greedy decoding runs as a CUDA graph where it can (graph.py).
     attention: auto, the engine's own for decode; triton, the same, but an error where it isn't our Hopper kernels;
         flashinfer (flashinfer_mla.py).
@@ -269,6 +276,8 @@ def load_engine(
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     model = Model(config, weights, rope, kernels)
+    if compile:
+        model = replace(model, pieces=_pieces(model, {1, 1 + num_mtp}, progress))
     if not (capture and can_capture(model, cache)):
         return RefEngine(model, cache, num_mtp, max_seq_len)
     captured, sampled = _captured(model, cache, num_mtp, progress)
@@ -286,6 +295,17 @@ def _captured(
     seconds = time.perf_counter() - start
     progress(f"kernels and graphs: {seconds:.1f} s, {new} new entries beside {kept} in {where}")
     return captured, sampled
+
+
+def _pieces(model: Model, tokens: set[int], progress: Callable[[str], None]) -> Pieces | None:
+    """Compiled forms for steps of so many tokens, or None and a line that says why."""
+    from tilert_ref.engine.compiled import CompileError, compile_pieces  # Inductor takes a second to import
+
+    try:
+        return compile_pieces(model, tokens, progress)
+    except CompileError as error:
+        progress(f"decode steps run as plain torch: {error}")
+        return None
 
 
 def can_capture(model: Model, cache: KVCache) -> bool:

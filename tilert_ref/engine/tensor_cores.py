@@ -6,10 +6,10 @@ emulated in torch (vllm_hopper.py). Nothing else asks what kind of device it has
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -29,21 +29,28 @@ def there(x: torch.Tensor) -> bool:
     return x.is_cuda and is_hopper(x.device)
 
 
-@contextmanager
-def beside(x: torch.Tensor, branch: int) -> Iterator[Callable[[], None]]:
-    """What is launched in this context runs beside what follows it, up to the call of what it yields.
+def beside(x: torch.Tensor, branch: int) -> AbstractContextManager[Any]:
+    """What is launched in this context may run beside what follows it, up to the join of that branch.
 
     Only while a step is captured; elsewhere one comes after the other. A matrix with few rows keeps a few
-    multiprocessors busy for as long as a large one keeps all of them. branch: 1 to BRANCHES; two that run at a time
-    have different numbers.
+    multiprocessors busy for as long as a large one keeps all of them. branch: 1 to BRANCHES.
     """
-    if not (there(x) and torch.cuda.is_current_stream_capturing()):
-        yield lambda: None
-        return
-    trunk, stream = torch.cuda.current_stream(), _branches(x.device)[branch - 1]
-    stream.wait_stream(trunk)
-    with torch.cuda.stream(stream):
-        yield lambda: trunk.wait_stream(stream)
+    if not _captures(x):
+        return nullcontext()
+    stream = _branches(x.device)[branch - 1]
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def join(x: torch.Tensor, *branches: int) -> None:
+    """What follows comes after everything that was launched into these branches."""
+    if _captures(x):
+        for branch in branches:
+            torch.cuda.current_stream().wait_stream(_branches(x.device)[branch - 1])
+
+
+def _captures(x: torch.Tensor) -> bool:
+    return there(x) and torch.cuda.is_current_stream_capturing()
 
 
 def current_branch(device: torch.device) -> int:

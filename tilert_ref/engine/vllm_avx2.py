@@ -16,52 +16,111 @@ Left open: glibc's expf and logf miss the correctly rounded value about once in 
 shows in a bf16 result once in some thousand decode steps.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 
 LANES = 16
 BLOCK = 16
+GROUP = 8 * BLOCK  # tokens of attend_group
+BMM_LANES = 4
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
     """query [H, W] fp32, rows [S, W] fp32 -> [H, value_width] fp32, attending to all S rows."""
     heads, tokens = len(query), len(rows)
-    scores = _in_order(_lane_sums(query, rows)) * scale  # [H, S]
-    padding = -tokens % BLOCK
-    scores = torch.nn.functional.pad(scores, (0, padding), value=float("-inf")).view(heads, -1, BLOCK)  # [H, N, 16]
-    values = torch.nn.functional.pad(rows[:, :value_width], (0, 0, 0, padding)).view(-1, BLOCK, value_width)
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, -tokens % BLOCK)) if tokens % BLOCK else rows
+    scores = _scores(query, rows) * scale  # [H, S]
+    scores[:, tokens:] = float("-inf")
+    scores, values = scores.view(heads, -1, BLOCK), rows[:, :value_width].unflatten(0, (-1, BLOCK))
 
     top = scores.amax(-1, keepdim=True)
     weights = _exp(scores - top)  # [H, N, 16]; padded tokens weigh exactly 0
-    total = _sum_last(weights)  # [H, N]
+    total = _add_up(weights.flatten(0, 1).T).view(heads, -1)  # [H, N]
     weights = weights / total[..., None]
-    partial = torch.zeros(heads, len(values), value_width)
-    product = torch.empty_like(partial)  # one for all: fresh memory costs more than the product
-    for weight, value in zip(weights[..., None].unbind(2), values.unbind(1), strict=True):
-        partial += torch.mul(weight, value, out=product)  # [H, N, V]
-    return _merge(partial, _log(total) + top[..., 0])
+    partial = sums_of_rows((weights[..., None] * values).view(-1, value_width), BLOCK)
+    return _merge(partial.view(heads, -1, value_width), _log(total) + top[..., 0])
 
 
-def _lane_sums(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[H, S, 16]: lane l sums dimensions l, l + 16, l + 32, ... in order. Products of bf16 values are exact."""
-    steps = query.shape[-1] // LANES
-    q = query.view(len(query), steps, 1, LANES).unbind(1)  # steps x [H, 1, 16]
-    k = rows.view(len(rows), steps, LANES).transpose(0, 1).contiguous().unbind()  # steps x [S, 16]
-    sums = torch.zeros(len(query), len(rows), LANES)
-    for q_step, k_step in zip(q, k, strict=True):
-        sums.addcmul_(q_step, k_step)
-    return sums
+def nothing_attended(heads: int, value_width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state before the first block: attended [H, V] and log-sum-exp [H]."""
+    return torch.zeros(heads, value_width), torch.full((heads,), float("-inf"))
 
 
-def _in_order(lanes: torch.Tensor) -> torch.Tensor:
-    return _sum_last(lanes[..., : LANES // 2]) + _sum_last(lanes[..., LANES // 2 :])
+def attend_in_groups(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    value_width: int,
+    scale: float,
+) -> torch.Tensor:
+    """attend with step = attend_group or a compiled form of it: 128 tokens at a time. rows in any dtype."""
+    numbers = torch.arange(GROUP)
+    attended, lse = nothing_attended(len(query), value_width)
+    for group in rows.split(GROUP):
+        valid = numbers < len(group)
+        if len(group) < GROUP:
+            group = torch.nn.functional.pad(group, (0, 0, 0, GROUP - len(group)))
+        attended, lse = step(scale, query, group.float(), valid, attended, lse)
+    return attended
 
 
-def _sum_last(x: torch.Tensor) -> torch.Tensor:
-    """Sums the last dimension element after element (torch.sum may take another order)."""
-    total = torch.zeros(x.shape[:-1])
-    for i in range(x.shape[-1]):
-        total = total + x[..., i]
+def attend_group(
+    scale: float,
+    query: torch.Tensor,
+    rows: torch.Tensor,
+    valid: torch.Tensor,
+    attended: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same sums written out for a compiler: every order is visible, so that all of it becomes one loop nest.
+
+    query [H, W], rows [128, W], valid [128] bool; attended [H, V] and lse [H] of the tokens before -> of those and the
+    valid ones of these. A block without valid tokens changes nothing: its log-sum-exp is -inf, its share exactly 0.
+    """
+    heads, steps = len(query), query.shape[1] // LANES
+    q, k = query.view(heads, 1, steps, LANES), rows.view(1, GROUP, steps, LANES)
+    lanes = _in_turn([q[:, :, i] * k[:, :, i] for i in range(steps)]).unbind(-1)  # 16 x [H, 128]
+    scores = (_in_turn(lanes[: LANES // 2]) + _in_turn(lanes[LANES // 2 :])) * scale
+    scores = torch.where(valid, scores, float("-inf")).view(heads, -1, BLOCK)  # [H, 8, 16]
+    top = scores.amax(-1)  # [H, 8]
+    weights = torch.where(scores == float("-inf"), 0.0, _exp(scores - top[..., None]))
+    total = _in_turn(weights.unbind(-1))  # [H, 8]
+    weights = weights / torch.where(total == 0, 1.0, total)[..., None]
+    values = rows[:, : attended.shape[1]].view(-1, BLOCK, attended.shape[1])  # [8, 16, V]
+    partial = _in_turn([weights[:, :, i, None] * values[:, i] for i in range(BLOCK)])  # [H, 8, V]
+    for block, block_lse in enumerate((_log(total) + top).unbind(-1)):
+        high = torch.maximum(lse, block_lse)  # [H]
+        before, here = _exp(lse - high), _exp(block_lse - high)
+        both = before + here
+        attended = attended * (before / both)[:, None] + partial[:, block] * (here / both)[:, None]
+        lse = _log(both) + high
+    return attended, lse
+
+
+def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, one after the other."""
+    total, *others = parts
+    for part in others:
+        total = total + part
+    return total
+
+
+def _scores(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[H, S]: lane l sums dimensions l, l + 16, l + 32, ... in order. Products of bf16 values are exact."""
+    products = query[:, None] * rows  # [H, S, W]
+    lanes = sums_of_rows(products.view(-1, LANES), query.shape[-1] // LANES).T.contiguous()  # [16, H * S]
+    return (_add_up(lanes[: LANES // 2]) + _add_up(lanes[LANES // 2 :])).view(len(query), -1)
+
+
+def _add_up(parts: torch.Tensor) -> torch.Tensor:
+    """Sums the first dimension element after element (torch.sum may take another order)."""
+    first, *others = parts.contiguous().unbind()
+    total = first.clone()
+    for part in others:
+        total += part
     return total
 
 
@@ -102,10 +161,47 @@ def _log(x: torch.Tensor) -> torch.Tensor:
     return x.double().log().float()
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [n, K] fp32 times weight [N, K] fp32 transposed, [n, N]; products of bf16 values are exact."""
-    sums = torch.zeros(len(x), len(weight))
-    columns, rows = x.T.contiguous()[..., None].unbind(), weight.T.contiguous().unbind()
-    for column, row in zip(columns, rows, strict=True):
-        sums.addcmul_(column, row)
-    return sums
+def sums_of_rows(table: torch.Tensor, n: int) -> torch.Tensor:
+    """[B * n, N] fp32 -> [B, N]: every n rows are added up, one after the other."""
+    return torch.nn.functional.embedding_bag(torch.arange(len(table)).view(-1, n), table, mode="sum")
+
+
+def weighted_rows(table: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """table [R, N] fp32, rows int64 [B, n], weights fp32 [B, n] -> [B, N]: sum over i of weights[b, i] *
+    table[rows[b, i]], one term after the other; products are not rounded before they are added.
+
+    It is torch's embedding bag, which holds a part of the sum in registers while it goes through the rows; a loop of n
+    addcmul_ on small tensors takes forty times as long.
+    """
+    return torch.nn.functional.embedding_bag(rows, table, mode="sum", per_sample_weights=weights)
+
+
+@functools.cache
+def in_four_lanes() -> bool:
+    """Whether torch.bmm of bf16 takes its sums in four lanes here: lane l adds up the inputs l, l + 4, l + 8, ..., then
+    lane after lane is added (ATen/native/cpu/BlasKernel.cpp, sum). A CPU with bf16 instructions has other kernels.
+
+    Asked of sums that cancel (cancelling_columns), where another order leaves another rest.
+    """
+    weight = cancelling_columns(128, 64)
+    for tokens in (1, 3):
+        x = torch.arange(1.0, tokens + 1)[:, None].expand(-1, 128)
+        ours = torch.zeros(tokens, BMM_LANES, 64)
+        for at in range(0, 128, BMM_LANES):
+            ours += x[:, at : at + BMM_LANES, None] * weight[at : at + BMM_LANES]
+        ours = ours[:, 0] + ours[:, 1] + ours[:, 2] + ours[:, 3]
+        if not torch.bmm(x[None].bfloat16(), weight[None].bfloat16())[0].equal(ours.bfloat16()):
+            return False
+    return True
+
+
+def cancelling_columns(rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] fp32 that bf16 holds: each column is values of many sizes and their negatives, shuffled. Its sum
+    is 0 but for what fp32 rounds away on the way, which depends on the order."""
+    draw = torch.Generator().manual_seed(0)
+    half = torch.randn(rows // 2, columns, generator=draw) * 2.0 ** torch.randint(
+        0, 20, (rows // 2, columns), generator=draw
+    )
+    half = half.bfloat16().float()
+    shuffled = torch.rand(rows, columns, generator=draw).argsort(0)
+    return torch.cat((half, -half)).gather(0, shuffled)

@@ -12,10 +12,20 @@ from pathlib import Path
 
 import torch
 
+from tilert_ref.engine import vllm_avx2
 from tilert_ref.engine.block_fp8 import BLOCK, recast_ue8m0
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress, StrictTensors
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, HopperMatrix, Matrix, concat_rows, place, room_for
+from tilert_ref.engine.linear import (
+    Fp8Matrix,
+    HopperMatrix,
+    InOrderMatrix,
+    LanesMatrix,
+    Matrix,
+    concat_rows,
+    place,
+    room_for,
+)
 from tilert_ref.engine.numerics import TORCH, Kernels, SumOrder
 
 
@@ -40,7 +50,7 @@ class AttentionWeights:
     kv_a: Matrix  # [L + rope, D]
     kv_a_norm: torch.Tensor  # [L]
     kv_b: Matrix  # [H * (nope + v), L]
-    w_uk: torch.Tensor  # [H, nope, L]: absorbs into the query
+    w_uk: torch.Tensor | LanesMatrix  # [H, nope, L]: absorbs into the query
     w_uv: torch.Tensor  # [H, L, v]: expands the attended latent; stored as [H, v, L], the order vLLM's product reads
     o: Matrix  # [D, H * v]
     indexer: IndexerWeights | None  # None: attends densely, or to what a lower layer has chosen
@@ -158,11 +168,20 @@ class _Loader:
             kv_a=self.linear(f"{p}kv_a_proj_with_mqa.weight", c.cache_width, d),
             kv_a_norm=self.take(f"{p}kv_a_layernorm.weight", latent),
             kv_b=kv_b,
-            w_uk=w_uk.contiguous() if c.index_topk is None else _inner_last(w_uk),
+            w_uk=self.folding(w_uk),
             w_uv=w_uv.contiguous().transpose(1, 2),
             o=self.linear(f"{p}o_proj.weight", d, heads * c.v_head_dim),
             indexer=self.indexer(f"{p}indexer.") if has_indexer else None,
         )
+
+    def folding(self, w_uk: torch.Tensor) -> torch.Tensor | LanesMatrix:
+        """W_UK [H, nope, L] as the product that folds it into queries reads it."""
+        if self.config.index_topk is not None:
+            return _inner_last(w_uk)
+        w_uk = w_uk.contiguous()
+        bf16 = self.order is SumOrder.VLLM_AVX2 and w_uk.dtype is torch.bfloat16
+        lanes = bf16 and w_uk.shape[1] % vllm_avx2.BMM_LANES == 0 and vllm_avx2.in_four_lanes()
+        return LanesMatrix(w_uk) if lanes else w_uk
 
     def indexer(self, p: str) -> IndexerWeights:
         c = self.config
@@ -209,8 +228,9 @@ class _Loader:
                 raise self.error(f"{p}*: {error}") from error
         if len({type(w) for w in stacks}) > 1:  # one kernel runs both products of an expert
             raise self.error(f"{p}*: of gate_up and down one is fp8 and one is not; legal: both or none")
-        rule = self.rule.experts
-        return tuple(replace(w, rule=rule) if isinstance(w, Fp8Matrix) else w for w in stacks)
+        if isinstance(stacks[0], Fp8Matrix):
+            return tuple(replace(w, rule=self.rule.experts) for w in stacks)
+        return tuple(map(InOrderMatrix, stacks)) if self.order is SumOrder.VLLM_AVX2 else stacks
 
     def moe(self, p: str) -> MoeWeights:
         c = self.config
