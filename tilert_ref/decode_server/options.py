@@ -169,7 +169,8 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         default=2,
         help="requests whose KV can be here at the same time: with 2 (default) the next one's arrives while the "
         "current one is transferred, converted or decoded. Each costs memory of "
-        "--pd-buffer-device for --max-seq-len tokens: for GLM-5 in fp8 62 kB a token, 12 GiB at 202752. 1: one at a time, as TileRT",
+        "--pd-buffer-device for --max-seq-len tokens: for GLM-5 in fp8 62 kB a token, 12 GiB at 202752. 1: one "
+        "at a time, as TileRT",
     )
     senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
     add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")
