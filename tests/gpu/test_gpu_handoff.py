@@ -8,10 +8,12 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ from sparse_planes import handed_over, stage  # noqa: E402
 from tilert_ref.connector.codec import Accept  # noqa: E402
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, model_profile  # noqa: E402
 from tilert_ref.connector.rounding import ScaleRule, quantize_fp8_ds_mla  # noqa: E402
-from tilert_ref.decode_server.buffer import SharedBuffer  # noqa: E402
+from tilert_ref.decode_server.buffer import DeviceBuffer, SharedBuffer  # noqa: E402
 from tilert_ref.decode_server.engine_process import Host  # noqa: E402
 from tilert_ref.decode_server.messages import Generate  # noqa: E402
 from tilert_ref.engine.api import PromptKV, SamplingParams  # noqa: E402
@@ -89,6 +91,29 @@ def test_the_first_step_follows_the_last_byte(transport: str, device: str) -> No
         assert statistics.median(times[1:]) < LIMIT_MS
     finally:
         server.stop()
+
+
+MAPPING = """
+import sys, msgspec
+from tilert_ref.decode_server.buffer import DeviceBuffer, RemoteMemory
+remote = msgspec.json.decode(sys.argv[1], type=RemoteMemory)
+buffer = DeviceBuffer.open(remote, 100_000, 2)
+print(int(buffer.slots[1].sum()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_other_processes_map_the_receive_buffer_one_after_the_other() -> None:
+    """What the server writes they see, also after one of them was killed."""
+    buffer = DeviceBuffer.create(100_000, 2, "cuda")
+    command = [sys.executable, "-c", MAPPING, msgspec.json.encode(buffer.remote).decode()]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    for value in (1, 2, 3):
+        buffer.slots[1].fill_(value)
+        torch.cuda.synchronize()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+            assert process.stdout.readline() == f"{value * 100_000}\n"
+            process.kill()
 
 
 def until_restarted(server: Server, killed: int) -> None:

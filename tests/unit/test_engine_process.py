@@ -10,13 +10,14 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 from decode_doubles import plane_token
 
 from tilert_ref.connector.layout import Profile, plane_views
-from tilert_ref.decode_server.buffer import SharedBuffer
+from tilert_ref.decode_server.buffer import NO_FD, DeviceBuffer, RemoteMemory, SharedBuffer
 from tilert_ref.decode_server.engine_client import (
     EngineClient,
     EngineCrashed,
@@ -81,6 +82,18 @@ def rig() -> Iterator[Rig]:
         rig.run(rig.start())
         yield rig
         rig.close()
+
+
+def test_slots_on_a_gpu_are_described_to_the_engine_process() -> None:
+    """The memory itself takes a GPU (tests/gpu/test_gpu_handoff.py); here it is the host's."""
+    remote = RemoteMemory(0, b"\0\xff", 3 * 8192, 512, b"counter", 7, b"event", True)
+    spec = EngineSpec("ref", "", "cuda", 128, 0, LAYOUT, NO_FD, device_buffer=remote)
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=EngineSpec) == spec
+    memory = torch.arange(3 * 8192).to(torch.uint8)
+    slots = DeviceBuffer(memory, 5000, 3, remote).slots
+    assert slots.shape == (3, 5000) and slots[2].data_ptr() == memory.data_ptr() + 2 * 8192
+    with pytest.raises(ValueError, match="has 24576 bytes, 2 slots of this layout need 16384"):
+        DeviceBuffer(memory, 5000, 2, remote)
 
 
 def generate(client: EngineClient, rid: str, max_tokens: int = 100) -> EngineRun:

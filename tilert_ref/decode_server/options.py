@@ -57,8 +57,10 @@ environment, as in TileRT:
   TILERT_DECODE_POLL_MS    collect a stream's tokens for so long, ms. Default 0 here (each step at once), 200 in TileRT
   TILERT_REF_SECRET_FILE   ours: a file with a secret of 16 bytes or more, for vLLM with our connector as well: only
                            prefill nodes that know it are served. Or TILERT_REF_SECRET: the secret itself
+  TRITON_CACHE_DIR         Triton's: where kernels that were compiled for a GPU are kept for the next start, default
+                           ~/.triton/cache. The start says what it found there and how long the rest took
 not used here:
-  TILERT_PD_SHARDS         the buffer is one region in host memory
+  TILERT_PD_SHARDS         the buffer is one region
   TILERT_PD_PROBE_ADDR     the data address is the one at which the prefill node reached --ctrl-port
   GLM5_AR_N                a cancel acts after the current step
   TILERT_INJECT_MODE       ROCm engine
@@ -185,8 +187,9 @@ def _add_own_flags(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> N
         type=int,
         default=2,
         help="requests whose KV can be here at the same time: with 2 (default) the next one's arrives while the "
-        "current one is transferred, converted or decoded. Each costs host memory for --max-seq-len tokens: for GLM-5 "
-        "in fp8 62 kB a token, 12 GiB at 202752. 1: one at a time, as TileRT",
+        "current one is transferred, converted or decoded. Each costs memory of "
+        "--pd-buffer-device for --max-seq-len tokens: for GLM-5 in fp8 62 kB a token, 12 GiB at 202752. 1: one "
+        "at a time, as TileRT",
     )
     senders = env.get("TILERT_PD_SENDERS", str(MAX_SENDERS))
     add("--senders", type=int, default=senders, help=f"default of $TILERT_PD_SENDERS: {senders}")

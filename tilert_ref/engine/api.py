@@ -42,7 +42,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of a prompt's KV as it came over the wire; views of the receive buffer, not copies.
+    """One layer of a prompt's KV as it came over the wire; views of the receive buffer, not copies: in host memory, or
+    on the engine's device.
 
     latent: the normalised compressed KV (DeepSeek-V2 paper, c^KV): [seq_len, kv_lora_rank] bf16, or of fp8_ds_mla rows
         uint8 [seq_len, 528], codes and scales as the wire carries them (protocol.md 8.3).
