@@ -61,9 +61,9 @@ def attend_in_groups(
     attended, lse = nothing_attended(len(query), value_width)
     for group in rows.split(GROUP):
         valid = numbers < len(group)
-        if len(group) < GROUP:
-            group = torch.nn.functional.pad(group, (0, 0, 0, GROUP - len(group)))
-        attended, lse = step(scale, query, group.float(), valid, attended, lse)
+        filled = torch.zeros(GROUP, rows.shape[1]) if len(group) < GROUP else torch.empty(GROUP, rows.shape[1])
+        filled[: len(group)] = group
+        attended, lse = step(scale, query, filled, valid, attended, lse)
     return attended
 
 
@@ -82,7 +82,7 @@ def attend_group(
     """
     heads, steps = len(query), query.shape[1] // LANES
     q, k = query.view(heads, 1, steps, LANES), rows.view(1, GROUP, steps, LANES)
-    lanes = _in_turn([q[:, :, i] * k[:, :, i] for i in range(steps)]).unbind(-1)  # 16 x [H, 128]
+    lanes = _in_turn([q[:, :, i] * k[:, :, i] for i in range(steps)]).permute(2, 0, 1).contiguous()  # [16, H, 128]
     scores = (_in_turn(lanes[: LANES // 2]) + _in_turn(lanes[LANES // 2 :])) * scale
     scores = torch.where(valid, scores, float("-inf")).view(heads, -1, BLOCK)  # [H, 8, 16]
     top = scores.amax(-1)  # [H, 8]
