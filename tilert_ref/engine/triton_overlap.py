@@ -3,8 +3,9 @@
 A step is some two hundred short kernels, and between two of them a GPU is idle for as long as a short kernel takes. So
 a kernel lets the next one start when its own programs run (a product: when they have read their weights; earlier, the
 next one's programs would crowd on the multiprocessors that this one leaves free), and the next one waits where it first
-reads or writes memory that others use. What precedes that wait are addresses, and a product's first weights on their
-way into the L2 cache: nobody writes those. A kernel that returns has waited, so whatever ran earlier has ended too.
+reads or writes memory that others use. What precedes that wait are addresses and weights: nobody writes those. A kernel
+that returns has waited, so whatever ran earlier has ended too. (Asking for a product's weights before the wait, as far
+as the L2 cache, made a step slower.)
 
 `OVERLAPPED` goes into each launch, `begin()` or its two halves stand in each kernel.
 """
@@ -36,17 +37,3 @@ def wait_for_last():
 def begin():
     wait_for_last()
     let_next_start()
-
-
-@triton.jit
-def fetch_ahead(pointers):
-    """Asks for the lines of 128 bytes at these addresses in the L2 cache; waits for none."""
-    if ON_A_GPU:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tilert_ref.engine import tensor_cores
-from tilert_ref.engine.triton_overlap import OVERLAPPED, fetch_ahead, let_next_start, wait_for_last
+from tilert_ref.engine.triton_overlap import OVERLAPPED, let_next_start, wait_for_last
 
 OUT_TILE = 64  # rows of a weight that a program multiplies
 FP8_BLOCK = 128  # values that share a scale, and after which DeepGEMM starts a new sum
@@ -23,8 +23,6 @@ BF16_BLOCK = 128
 MIN_TOKENS, MAX_TOKENS = 16, 64
 COUNTERS = 1 << 16
 STAGES, LONG_STAGES = 8, 6  # blocks of K on their way at a time, and of a long K, where programs share a processor
-LINE = 64  # bf16 values in a line of the cache
-AHEAD = 8  # such lines (of fp8 a block) of each row that are asked for before the kernel in front has ended
 
 
 @triton.jit
@@ -49,7 +47,6 @@ def _fp8_kernel(
     PARTS: tl.constexpr,
     PART_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     ADDED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
@@ -58,9 +55,6 @@ def _fp8_kernel(
     k = tl.arange(0, BLOCK)
     blocks = columns // BLOCK
     first = part * PART_BLOCKS
-    if not EXPERTS:  # which expert's weights are read is known after the wait
-        early = tl.minimum(first + tl.arange(0, AHEAD), blocks - 1) * BLOCK
-        fetch_ahead(weight + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * columns + early[None, :])
     wait_for_last()
     if EXPERTS:  # a group is one token with one of its experts
         t = group + tl.arange(0, TOKENS)
@@ -167,7 +161,6 @@ def fp8_product(
         PARTS=parts,
         PART_BLOCKS=part_blocks,
         STAGES=LONG_STAGES if part_blocks > 16 else STAGES,
-        AHEAD=min(AHEAD, triton.next_power_of_2(part_blocks)),
         ADDED=added,
         AT_ONCE=max(4, 32 // added),
         num_warps=4,
@@ -219,16 +212,10 @@ def _bf16_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
 ):
     tile, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, BLOCK)
-    if not EXPERTS:
-        early = tl.minimum(tl.arange(0, AHEAD) * LINE, columns - 1)
-        w_early = weight + head.to(tl.int64) * w_head + tl.minimum(n, rows - 1)[:, None].to(tl.int64) * columns
-        fetch_ahead(w_early + early[None, :])
     wait_for_last()
     if EXPERTS:
         t = group + tl.arange(0, TOKENS)
@@ -324,8 +311,6 @@ def _launch_bf16(
         BLOCK=block,
         WHOLE=columns % block == 0,
         STAGES=8 if tile == MIN_TOKENS and alone else 5,
-        AHEAD=AHEAD,
-        LINE=LINE,
         num_warps=4,
         **OVERLAPPED,
     )
