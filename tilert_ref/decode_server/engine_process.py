@@ -39,7 +39,7 @@ from tilert_ref.decode_server.messages import (
     decode_command,
     encode,
 )
-from tilert_ref.engine.api import DecodeEngine, Finished, LayerKV, PromptKV, Token
+from tilert_ref.engine.api import DecodeEngine, Finished, LayerKV, PromptKV, SamplingParams, Token
 
 FACTORIES = {
     "ref": "tilert_ref.engine.ref:load_engine",
@@ -208,7 +208,30 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
         **({} if spec.attention == "auto" else {"attention": spec.attention}),
         **({"compile": True} if spec.compile else {}),  # an engine that can't has no such argument
     )
-    return Host(engine, layout, buffer.slots, engine_layers(spec, layout))
+    host = Host(engine, layout, buffer.slots, engine_layers(spec, layout))
+    if torch.device(device).type == "cuda":
+        warm_up(host)
+        progress("first use of the kernels that inject and decode: done")
+    return host
+
+
+def warm_up(host: Host) -> None:
+    """A prompt of one token, all zeros, and two tokens after it: a GPU loads kernels at their first use, which would
+    cost the first request a tenth of a second."""
+    request = Generate("warm-up", 1, 0, 0, 2, SamplingParams(temperature=0.0, ignore_eos=True))
+    prompt = host.prompt(request)
+    layers = [
+        LayerKV(
+            torch.zeros_like(planes.latent),
+            torch.zeros_like(planes.rope),
+            None if planes.index_pages is None else torch.zeros_like(planes.index_pages),
+        )
+        for planes in prompt.layers
+    ]
+    host.engine.inject(replace(prompt, layers=layers))
+    for _ in host.engine.decode(request.first_token_id, request.max_tokens, request.sampling):
+        pass
+    host.engine.reset()
 
 
 def open_buffer(spec: EngineSpec, layout: BufferLayout, device: str, progress: Callable[[str], None]) -> ReceiveBuffer:
