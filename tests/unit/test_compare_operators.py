@@ -22,7 +22,8 @@ TAPS = {  # the engine's functions, and which of their arguments tells their cal
     **{(model, "linear"): 1, (indexer, "linear"): 1, (moe, "linear"): 1, (model, "mlp"): 0, (moe, "mlp"): 0},
     **{(model, "rms_norm"): 1, (model, "add_rms_norm"): 2, (F, "layer_norm"): 2, (moe, "router_logits"): 2},
     **{(model, "moe"): 0, (model, "lightning_index"): 0, (indexer, "index_weights"): 0},
-    **{(KVCache, "write"): 1, (KVCache, "write_index"): 1, (indexer, "round_index"): 2, (model, "_absorbed"): 0},
+    **{(KVCache, "write"): 1, (KVCache, "write_index"): 1, (indexer, "round_index"): 2},
+    **{(model, "heads_product"): 1, (model, "_absorbed"): 2},
 }
 
 
@@ -59,7 +60,7 @@ def decoder_layer(call, codes: torch.Tensor, number: int, w: LayerWeights) -> di
     """call(function, what tells the call apart) -> (arguments, result)."""
     a, i, p, s = w.attention, w.attention.indexer, f"model.layers.{number}", f"model.layers.{number}.self_attn."
     outs = {name: call("linear", getattr(a, name))[1] for name in ("q_a", "kv_a", "q_b", "o")}
-    q_nope, q_rope = call("_absorbed", a)[0][5:7]
+    q_nope, q_rope = call("heads_product", a.w_uk)[0][0], call("_absorbed", number)[0][4].q_rope
     latent, k_rope = call("write", number)[0][3:]
     x = call("linear", a.q_a)[0][0]
     op_in = x, codes, call("write_index", number)[0][3], call("index_weights", i)[1]
