@@ -155,8 +155,8 @@ def test_injected_planes_decode_like_own_prefill(arch: str, num_mtp: int, tiny) 
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_the_decode_servers_receive_buffer_feeds_the_engine(tiled: bool, tiny) -> None:
-    """Bytes of a handoff, index pages in either order, through the engine process's own views. A warm-up before it leaves
-    no trace."""
+    """Bytes of a handoff, index pages in either order, through the views of the engine process. A warm-up before it
+    leaves no trace."""
     model_dir = tiny("glm5", index_topk=TOPK)
     source = load_engine(model_dir, max_seq_len=ROOM)
     first = source.prefill(PROMPT, GREEDY)
