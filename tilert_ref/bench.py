@@ -1,9 +1,10 @@
 """`tilert-ref bench`: decode speed side by side with vLLM; a handoff against memcpy; what our plugin costs prefill.
 
 decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
-between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything; on a GPU
-vLLM runs with its graphs. A few layers of a published model in real widths: `tilert-ref make-tiny DIR --slice glm5`,
-then `tilert-ref bench decode DIR --load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
+between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything: our steps
+are compiled there, vLLM's as --vllm-compiled says, its best; on a GPU it runs with its graphs. A few layers of a
+published model in real widths: `tilert-ref make-tiny DIR --slice glm5`, then `tilert-ref bench decode DIR --load-format
+dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
 
 plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
 

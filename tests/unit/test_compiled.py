@@ -76,6 +76,12 @@ def test_a_piece_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         compiler.compile(lambda a, b: a + b, lambda: tuple(torch.randn(2, 8, generator=draw)), "sum")
 
 
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *_, **__: 1 / 0)
+    with pytest.raises(CompileError, match="sum: ZeroDivisionError: division by zero"):
+        compiled._Compiler(lambda line: None).compile(lambda a: a + 1, lambda: (torch.ones(2),), "sum")
+
+
 def test_layers_share_a_graph_and_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = list[str]()
 
