@@ -49,7 +49,7 @@ def test_planes_to_cache_rows_to_planes_is_every_byte(
     cache.rows.fill_(0x55)
     for layer in range(2):
         kv, pe, _ = plane_views(layout, buffer, layer, seq_len)
-        cache.inject(layer, kv, pe.view(torch.bfloat16))
+        cache.inject(layer, [kv], [pe.view(torch.bfloat16)], len(kv))
         assert torch.equal(cache.read_rows(layer, seq_len), torch.cat((kv, pe), dim=1))
         back = torch.zeros_like(kv), torch.zeros_like(pe)
         gather_rows(cache.rows[layer], cache.block_table.tolist(), seq_len, *back)

@@ -56,7 +56,6 @@ def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, cap
     assert [row["context"] for row in measured["measured"]] == [20, 40]
     for row in measured["measured"]:
         assert sum(row["phases_us"].values()) == pytest.approx(row["captured_step_us"])
-        assert row["captured_step_us"] == pytest.approx(row["step_us"], rel=0.9)  # the machine may be busy
         assert set(row["phases_us"]) == {phase for *_, phase in PHASES if phase != MTP} | {REST}
     page = plot_bench.svg(measured)
     assert "indexer" in page and page.count("<polyline") == 2

@@ -126,7 +126,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def engine(directory, attention: str, num_mtp: int = 0, kv: str = "bf16") -> RefEngine:
     how = {"max_seq_len": 512, "num_mtp": num_mtp, "kv_cache_dtype": kv, "kernels": Kernels()}
     made = load_engine(directory, attention=attention, **how)
-    made.cache.block_table.copy_(made.cache.block_table.flip(0))  # positions aren't slots
+    made.cache.block_table = made.cache.block_table.flip(0)  # positions aren't slots
     return made
 
 
@@ -241,7 +241,7 @@ def test_compilation_is_announced(gpu: Gpu) -> None:
 
 def test_the_decode_server_hands_the_choice_to_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model-weights-dir", str(model_dir("tiny-glm5"))]
-    buffer = SimpleNamespace(fd=7)
+    buffer = SimpleNamespace(fd=7, remote=None)
     assert engine_spec(parse_options(flags, {}), buffer).attention == "auto"
     spec = engine_spec(parse_options([*flags, "--attention-backend", "flashinfer"], {}), buffer)
     assert spec.attention == "flashinfer"
