@@ -82,18 +82,18 @@ def _bench(args: argparse.Namespace) -> int:
     print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
     bandwidth = bench_roof.copy_bandwidth(args.device)
     print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")
-    measured = list[Measured]()
+    measured, first = list[Measured](), list[Measured]()
     for context in args.context:
         ours = [_measure_ours(args, num_mtp, context, bandwidth) for num_mtp in args.num_mtp]
         measured += ours
+        first.append(ours[0])
         _write_json(args, bandwidth, measured)
-        if args.against != "vllm":
-            continue
-        vllm = _vllm_in_own_process(args, context)
-        measured.append(vllm)
-        _write_json(args, bandwidth, measured)
-        print(vllm.row())
-        print(f"ratio against vLLM: {ours[0].tokens_per_s / vllm.tokens_per_s:.2f}", flush=True)
+    if args.against == "vllm":
+        theirs = _vllm_in_own_process(args)
+        _write_json(args, bandwidth, measured + theirs)
+        for ours, vllm in zip(first, theirs, strict=True):
+            print(vllm.row())
+            print(f"ratio against vLLM: {ours.tokens_per_s / vllm.tokens_per_s:.2f}", flush=True)
     return 0
 
 
@@ -158,17 +158,17 @@ def _progress(line: str) -> None:
         print(line, flush=True)
 
 
-def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
+def _measure_vllm(args: argparse.Namespace) -> list[float]:
+    """Tokens per second at each context, by one vLLM: with graphs and real widths it takes minutes to start."""
     from vllm import LLM, SamplingParams
 
     from tilert_ref.engine.config import load_config
 
-    (context,) = args.context
     cuda = args.device != "cpu"
     llm = LLM(
         str(args.model_dir),
         dtype="bfloat16",
-        max_model_len=context + args.tokens + 2,
+        max_model_len=max(args.context) + args.tokens + 2,
         max_num_seqs=1,
         enforce_eager=not (args.vllm_compiled or cuda),  # at its best: graphs on a GPU
         enable_prefix_caching=False,
@@ -176,34 +176,42 @@ def _measure_vllm(args: argparse.Namespace) -> dict[str, float]:
         skip_tokenizer_init=args.load_format == "dummy",
         **{"kv_cache_dtype": _vllm_cache_dtype(args)} if cuda else {"compilation_config": bench_plugin.CUSTOM_OPS},
     )
-    prompt = {"prompt_token_ids": _prompt(context, load_config(args.model_dir).vocab_size)}
+    vocab_size = load_config(args.model_dir).vocab_size
 
-    def generate(count: int) -> int:
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        return len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+    def speed(context: int) -> float:
+        prompt = {"prompt_token_ids": _prompt(context, vocab_size)}
 
-    generate(SHORT)
-    return {"tokens_per_s": decode_speed(generate, args.tokens, args.repeats)}
+        def generate(count: int) -> int:
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            return len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+        generate(SHORT)  # warm up
+        return decode_speed(generate, args.tokens, args.repeats)
+
+    return [speed(context) for context in args.context]
 
 
 def _vllm_cache_dtype(args: argparse.Namespace) -> str:
     return "bfloat16" if args.kv_cache_dtype == "bf16" else "fp8_ds_mla"
 
 
-def _vllm_in_own_process(args: argparse.Namespace, context: int) -> Measured:
+def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     mode = "compiled" if args.vllm_compiled or args.device != "cpu" else "eager"
     print(f"starting vLLM ({mode}) on the same checkpoint ...", flush=True)
     command = [sys.executable, "-m", "tilert_ref.bench", "decode", str(args.model_dir), "--peer-json"]
     command += ["--device", args.device, "--kv-cache-dtype", args.kv_cache_dtype, "--load-format", args.load_format]
-    command += ["--context", str(context), "--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+    command += ["--tokens", str(args.tokens), "--repeats", str(args.repeats)]
+    command += ["--context", *map(str, args.context)]
     command += ["--vllm-compiled"] if args.vllm_compiled else []
     env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
-    speed = json.loads(done.stdout.splitlines()[-1])["tokens_per_s"]
-    facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed}
-    return Measured(f"vLLM {mode}, {context} tokens", speed, facts=facts)
+    measured = list[Measured]()
+    for context, speed in zip(args.context, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed}
+        measured.append(Measured(f"vLLM {mode}, {context} tokens", speed, facts=facts))
+    return measured
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:
