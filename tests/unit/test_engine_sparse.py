@@ -8,6 +8,7 @@ from sparse_planes import handed_over
 
 from tilert_ref.connector.layout import BF16, BufferLayout, model_profile, plane_views
 from tilert_ref.connector.planes import tile_index_pages
+from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.decode_server.engine_process import Host, warm_up
 from tilert_ref.decode_server.messages import Generate
 from tilert_ref.engine.api import LayerKV, PromptKV, SamplingParams
@@ -170,7 +171,7 @@ def test_the_decode_servers_receive_buffer_feeds_the_engine(tiled: bool, tiny) -
         pages.copy_(tile_index_pages(layer.index_pages) if tiled else layer.index_pages)
     target = load_engine(model_dir, max_seq_len=ROOM)
     host = Host(target, layout, buffer[None], engine_layers=3)
-    warm_up(host)
+    warm_up(host, ScaleRule.POWER_OF_TWO)
     assert target.cache.rows.any(), "it wrote nothing"
     target.inject(host.prompt(Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY)))
     assert run(target, first, 20) == run(source, first, 20)

@@ -17,7 +17,7 @@ from tilert_ref.connector.rounding import (
     e4m3_values,
     quantize_fp8_ds_mla,
 )
-from tilert_ref.decode_server.engine_process import Host
+from tilert_ref.decode_server.engine_process import Host, warm_up
 from tilert_ref.decode_server.messages import Generate
 from tilert_ref.engine.api import PromptKV, SamplingParams
 from tilert_ref.engine.cache import KVCache
@@ -179,9 +179,10 @@ def test_the_decode_servers_receive_buffer_feeds_the_engine(tiny) -> None:
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     stage(handed_over(source, PROMPT), layout, buffer)
     target = fp8_engine(directory)
-    prompt = Host(target, layout, buffer[None], engine_layers=3).prompt(
-        Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY)
-    )
+    host = Host(target, layout, buffer[None], engine_layers=3)
+    warm_up(host, target.cache.scale_rule)
+    assert target.cache.rows.any(), "the warm-up wrote nothing"
+    prompt = host.prompt(Generate("r", len(PROMPT), PROMPT[-1], first, 20, GREEDY))
     assert prompt.layers[0].latent.data_ptr() == buffer.data_ptr(), "views, not copies"
     target.inject(prompt)
     assert run(target, first, 20) == run(source, first, 20)

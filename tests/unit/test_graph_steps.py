@@ -50,8 +50,10 @@ def test_steps_of_other_models(arch: str, num_mtp: int, tiny) -> None:
     assert answer(captured, prompt, 30) == answer(eager, prompt, 30)
 
 
-def test_a_second_request_starts_afresh_and_the_room_ends_the_answer() -> None:
-    eager, captured = engines(model_dir("tiny-glm5"), 1)
+@pytest.mark.parametrize("num_mtp", [1, 3])
+def test_a_second_request_starts_afresh_and_the_room_ends_the_answer(num_mtp: int) -> None:
+    """Steps that were started ahead run on behind the end of the room, their drafts too."""
+    eager, captured = engines(model_dir("tiny-glm5"), num_mtp)
     for length in (280, 12, 490):
         prompt = [(11 * i + length) % 480 for i in range(length)]
         steps, finished = answer(captured, prompt, 40)

@@ -185,7 +185,11 @@ def test_close_ends_a_write_that_is_going_on(sender: Transport, own_peer: Peer) 
     sender.close()
     thread.join(timeout=30)
     assert not thread.is_alive()
-    assert len(errors) == 1 and not isinstance(errors[0], TransferTimeout)
+    (error,) = errors
+    if getattr(sender, "_copiers", 0):  # threads of NIXL's can't be called off: the caller has to keep both ends
+        assert isinstance(error, TransferTimeout) and not error.settled.done()
+    else:
+        assert not isinstance(error, TransferTimeout)
     with pytest.raises(TransferError, match="closed"):
         sender.write(own_peer.meta, [copy(source, own_peer, 0, 0, 1)], TAG, soon())
 

@@ -1,8 +1,8 @@
 """The engine process: `python -m tilert_ref.decode_server.engine_process ENDPOINT SPEC_JSON`.
 
 Started by engine_client.py. Maps the server's receive buffer, loads one engine, then runs one request at a time.
-Between two steps, and two layers of an injection, it looks for a Cancel. It ends when its stdin ends, which happens
-however the server dies.
+Between two steps, and two groups of layers of an injection, it looks for a Cancel. It ends when its stdin ends, which
+happens however the server dies.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import zmq
 
 from tilert_ref.connector.layout import FP8_DS_MLA, BufferLayout, plane_views
 from tilert_ref.connector.planes import untile_index_pages
+from tilert_ref.connector.rounding import ScaleRule, quantize_fp8_ds_mla
 from tilert_ref.decode_server.buffer import DeviceBuffer, ReceiveBuffer, SharedBuffer
 from tilert_ref.decode_server.messages import (
     Cancel,
@@ -210,19 +211,23 @@ def load(spec: EngineSpec, progress: Callable[[str], None]) -> Host:
     )
     host = Host(engine, layout, buffer.slots, engine_layers(spec, layout))
     if torch.device(device).type == "cuda":
-        warm_up(host)
-        progress("first use of the kernels that inject and decode: done")
+        try:
+            warm_up(host, spec.kv_scale_rule)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # another engine may refuse such a prompt
+            progress(f"no warm-up, the first request takes longer: {describe(error)}")
     return host
 
 
-def warm_up(host: Host) -> None:
+def warm_up(host: Host, rule: ScaleRule) -> None:
     """A prompt of one token, all zeros, and two tokens after it: a GPU loads kernels at their first use, which would
-    cost the first request a tenth of a second."""
+    cost the first request a tenth of a second. rule: of fp8_ds_mla rows, in which zeros have a scale too."""
     request = Generate("warm-up", 1, 0, 0, 2, SamplingParams(temperature=0.0, ignore_eos=True))
     prompt = host.prompt(request)
     layers = [
         LayerKV(
-            torch.zeros_like(planes.latent),
+            _zero_rows(planes.latent, rule),
             torch.zeros_like(planes.rope),
             None if planes.index_pages is None else torch.zeros_like(planes.index_pages),
         )
@@ -232,6 +237,14 @@ def warm_up(host: Host) -> None:
     for _ in host.engine.decode(request.first_token_id, request.max_tokens, request.sampling):
         pass
     host.engine.reset()
+
+
+def _zero_rows(latent: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
+    """Zeros like a latent plane, [tokens, kv_lora_rank] bf16 or uint8 [tokens, 528]."""
+    if latent.dtype != torch.uint8:
+        return torch.zeros_like(latent)
+    values = torch.zeros(len(latent), FP8_DS_MLA["latent"].count, dtype=torch.bfloat16, device=latent.device)
+    return quantize_fp8_ds_mla(values, values[:, : FP8_DS_MLA["rope"].count], rule)[:, : latent.shape[1]]
 
 
 def open_buffer(spec: EngineSpec, layout: BufferLayout, device: str, progress: Callable[[str], None]) -> ReceiveBuffer:

@@ -145,8 +145,8 @@ class KVCache:
         """
         device = self.rows.device
         slots = self.slots(torch.arange(tokens, device=device))
-        latent, rope = (_words(_together(planes, device)) for planes in (latents, ropes))  # [layers, tokens, words]
-        rows = _words(self.rows.flatten(1, 2)[first : first + len(latents)])
+        planes = [_together(planes, device) for planes in (latents, ropes)]
+        rows, latent, rope = _words(self.rows.flatten(1, 2)[first : first + len(latents)], *planes)
         for part, plane in zip(rows.split([latent.shape[2], rope.shape[2]], dim=2), (latent, rope), strict=True):
             part.index_copy_(1, slots, plane)
 
@@ -193,8 +193,8 @@ class KVCache:
         blocks = self.block_table[: -(-length // self.block_size)]
         if self.block_size == PAGE_TOKENS:
             first = self.index_layers.index(layers[0])
-            pools = _words(self.index[first : first + len(layers)])
-            pools.index_copy_(1, blocks, _words(_together(pages, self.rows.device)))
+            pools, came = _words(self.index[first : first + len(layers)], _together(pages, self.rows.device))
+            pools.index_copy_(1, blocks, came)
             return
         for layer, each in zip(layers, pages, strict=True):
             scatter_index_pages(each.to(self.rows.device), self.index_blocks(layer), blocks, length)
@@ -245,9 +245,14 @@ def _together(planes: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     return torch.stack(planes)
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes as words of 8, if the last dimension is made of such."""
-    return x.view(torch.int64) if x.shape[-1] * x.itemsize % 8 == 0 else x
+def _words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same bytes as words of 8, if every row of every one is made of such and begins at one."""
+
+    def fits(x: torch.Tensor) -> bool:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        return x.stride(-1) == 1 and all(step * x.itemsize % 8 == 0 for step in steps)
+
+    return [x.view(torch.int64) for x in tensors] if all(map(fits, tensors)) else tensors
 
 
 def check_fp8_rows(config: ModelConfig) -> None:

@@ -128,7 +128,8 @@ def draft_on_device(
     chosen = seen[last] if model.config.index_share_for_mtp_iteration else None
     drafts = [mtp_logits(mtp, hidden).argmax(-1)]
     for offset in range(1, num_drafts):
-        batch = model.captured_batch(position + last + offset, cache, chosen=chosen)
+        behind = (position + last + offset).clamp_max(len(model.rope) - 1)  # in steps behind the end of the room
+        batch = model.captured_batch(behind, cache, chosen=chosen)
         hidden, _ = mtp_forward(mtp, model.config, cache, batch, drafts[-1], hidden)
         drafts.append(mtp_logits(mtp, hidden).argmax(-1))
     return drafts

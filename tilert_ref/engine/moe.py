@@ -37,7 +37,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
         sigmoid = config.scoring_func == "sigmoid"
         chosen = config.num_experts_per_tok, config.norm_topk_prob
         return tensor_cores.pointwise().route(logits, bias, sigmoid, *chosen)
-    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else opaque.softmax(logits.float())
+    scores = opaque.sigmoid(logits.float()) if config.scoring_func == "sigmoid" else opaque.softmax(logits.float())
     choice = scores if bias is None else scores + bias  # [T, E]
     if config.n_group > 1 and config.topk_method != "greedy":
         choice = _mask_groups(config, choice, by_pairs=bias is not None)
@@ -121,7 +121,7 @@ def _inner(gate_up: torch.Tensor, dtype: torch.dtype, rounding: KernelRounding) 
 
     silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return round_kernel(gate * gate.sigmoid() * up, dtype, rounding).float()
+    return round_kernel(gate * opaque.sigmoid(gate) * up, dtype, rounding).float()
 
 
 def experts_cuda(

@@ -1,8 +1,8 @@
 """torch's own kernels, kept as they are where a step is compiled.
 
-Inductor takes reductions in another order than torch, silu by another formula, and small batched products as sums of
-its own, so results would differ in the last bit. As operators of our own they stay calls of torch's kernels in a
-compiled piece (compiled.py). Anywhere else they are plain torch and 3 us.
+Inductor takes reductions in another order than torch, silu and sigmoid by other formulas, and small batched products as
+sums of its own, so results would differ in the last bit. As operators of our own they stay calls of torch's kernels in
+a compiled piece (compiled.py). Anywhere else they are plain torch and 3 us.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,8 @@ total = _operator("total(Tensor x) -> Tensor", lambda x: x.sum(-1, keepdim=True)
 
 softmax = _operator("softmax(Tensor x) -> Tensor", lambda x: x.softmax(-1))
 """Over the last dimension."""
+
+sigmoid = _operator("sigmoid(Tensor x) -> Tensor", torch.sigmoid)
 
 silu = _operator("silu(Tensor x) -> Tensor", F.silu)
 

@@ -299,12 +299,12 @@ def _captured(
 
 def _pieces(model: Model, tokens: set[int], progress: Callable[[str], None]) -> Pieces | None:
     """Compiled forms for steps of so many tokens, or None and a line that says why."""
-    from tilert_ref.engine.compiled import CompileError, compile_pieces  # Inductor takes a second to import
-
     try:
+        from tilert_ref.engine.compiled import compile_pieces  # Inductor takes a second to import
+
         return compile_pieces(model, tokens, progress)
-    except CompileError as error:
-        progress(f"decode steps run as plain torch: {error}")
+    except Exception as error:  # a compiler, a cache directory, a torch with other internals: plain torch does without
+        progress(f"decode steps run as plain torch: {str(error) or repr(error)}")
         return None
 
 

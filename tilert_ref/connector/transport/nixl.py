@@ -42,6 +42,7 @@ BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
 COMMAND_TIMEOUT_S = 60.0  # starting UCX takes 0.5 to 2 s, more on a loaded machine
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
+LAST_COPIES_S = 1.0  # for what copiers are at when the transport is closed
 POLL_GROWTH = 1.25
 EARLY = 0.85
 """Part of the time that the last writes took for as many bytes, after which a write is looked at for the first time. A
@@ -191,19 +192,33 @@ class NixlTransport:
         """Ends the writes that are going on.
 
         The end of the agent does. But with copiers, the end of an agent that still writes now and then aborts the
-        process (an assertion in UCX's `arbiter.c`). Such a one is left as it is, with what it reads: nobody polls it
-        any more, so that at most the copies that its threads are at come to their end.
+        process (an assertion in UCX's `arbiter.c`). So they get time to end. One that doesn't is left as it is, with
+        what it reads, and its write counts as one that may go on.
         """
-        handles = [write.handle for write in self._writes if write.handle is not None]
-        if handles and self._copiers:
-            _keep_for_ever((self._agent, handles, self._regions))
+        deadline = time.monotonic() + LAST_COPIES_S
+        while (moving := self._moving()) and time.monotonic() < deadline:
+            time.sleep(POLL_MAX_S)
+        if moving:
+            _keep_for_ever((self._agent, [write.handle for write in moving], self._regions))
         else:
             for write in self._writes:
                 self._release(write)
         self._registrations.clear()
         self._agent = None
         for write in list(self._writes):
-            self._settle(write, TransferError("the NIXL transport was closed"))
+            reason = "the NIXL transport was closed"
+            goes_on = any(write is other for other in moving)
+            self._settle(write, TransferTimeout(reason, Future()) if goes_on else TransferError(reason))
+
+    def _moving(self) -> list[_Write]:
+        """Writes whose bytes threads of NIXL's are copying now."""
+        return [write for write in self._writes if self._copiers and write.handle is not None and self._goes_on(write)]
+
+    def _goes_on(self, write: _Write) -> bool:
+        try:
+            return self._agent.check_xfer_state(write.handle) == "PROC"
+        except Exception:  # it failed: that is an end too
+            return False
 
     def _started(self) -> Any:
         if self._agent is None:
