@@ -204,6 +204,7 @@ def test_mooncake_network() -> None:
         (["--engine", "vllm"], "--engine vllm: legal: ref, tilert, stub"),
         ([], "--engine ref needs --model-weights-dir"),
         (["--engine", "stub", "--transport", "tcp"], "legal: nixl, mooncake, zmq"),
+        (["--engine", "stub", "--compile"], "--compile with --engine stub: it computes nothing"),
         (["--engine", "stub", "--mooncake-protocol", "rdma"], "only with --transport mooncake"),
         (["--engine", "stub", "--transport", "mooncake", "--mooncake-protocol", "ucx"], "'ucx'; legal: tcp, rdma"),
         (

@@ -51,7 +51,7 @@ def known_fingerprint(model: str | Path, reason: str = "") -> str | None:
     if not reason:
         try:
             return checkpoint_fingerprint(model)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # no file, no JSON, JSON without end
             reason = str(error)
     logger.info("the other end cannot compare checkpoints: %s", reason)
     return None

@@ -177,10 +177,6 @@ class EngineRun:
             event = await self._events.get()
         return self._checked(event)
 
-    def next_nowait(self) -> RunEvent | None:
-        """The next event if there is one already."""
-        return None if self._events.empty() else self._checked(self._events.get_nowait())
-
     def cancel(self) -> None:
         """Asks the engine to stop; kills it if the run is not over within the deadline. Harmless when repeated."""
         if self.over.is_set() or self._deadline:

@@ -288,6 +288,8 @@ def _check_engine(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--attention-backend {args.attention_backend} with --engine {args.engine}: for --engine ref; legal: auto"
         )
+    if args.compile and args.engine == "stub":
+        raise ValueError("--compile with --engine stub: it computes nothing; legal with --engine ref")
     if args.engine in ("ref", "tilert") and not args.model_weights_dir:
         raise ValueError(
             f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"

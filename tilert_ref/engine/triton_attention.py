@@ -15,7 +15,6 @@ from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
 
 ROWS = 64  # cached rows that a program attends to, and keys that it scores
 KEY_WIDTH = 128
-INDEX_SCALES = 8192  # where the scales stand in an index page of 64 tokens (case K2)
 IN_REGISTERS = 8192  # scores of a query that one program chooses from
 VALUES = 256  # of a row that a program sums which goes through all of its rows
 CHUNK = 2048  # scores of a program where there are more
