@@ -8,7 +8,7 @@ block * 4 bytes. With block = 64 it is a wire page; with any other size the page
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -117,22 +117,23 @@ def index_tokens(pages: torch.Tensor, seq_len: int) -> torch.Tensor:
 def tile_index_pages(pages: torch.Tensor) -> torch.Tensor:
     """uint8 [n, 8448] with linear codes -> the same pages with tiled codes (protocol.md 8.3). Scales stay."""
     tiled = pages.clone()
-    tiled[:, _tiled_order().to(pages.device)] = pages[:, : PAGE_TOKENS * CODE_BYTES]
+    tiled[:, _tiled_order(pages.device)] = pages[:, : PAGE_TOKENS * CODE_BYTES]
     return tiled
 
 
 def untile_index_pages(pages: torch.Tensor) -> torch.Tensor:
     """The inverse of `tile_index_pages`."""
     linear = pages.clone()
-    linear[:, : PAGE_TOKENS * CODE_BYTES] = pages[:, _tiled_order().to(pages.device)]
+    linear[:, : PAGE_TOKENS * CODE_BYTES] = pages[:, _tiled_order(pages.device)]
     return linear
 
 
-@lru_cache(maxsize=1)
-def _tiled_order() -> torch.Tensor:
+@cache
+def _tiled_order(device: torch.device) -> torch.Tensor:
     """[8192]: where value (token, dim) lies in a tiled page, in linear order of (token, dim)."""
     tokens, dims = range(PAGE_TOKENS), range(INDEX_HEAD_DIM)
-    return torch.tensor([index_code_offset(token, dim, tiled=True) for token in tokens for dim in dims])
+    offsets = [index_code_offset(token, dim, tiled=True) for token in tokens for dim in dims]
+    return torch.tensor(offsets, device=device)
 
 
 def _cache_bytes(cache: torch.Tensor) -> torch.Tensor:

@@ -42,9 +42,8 @@ from tilert_ref.decode_server.messages import (
 )
 from tilert_ref.engine.api import DecodeEngine, Finished, LayerKV, PromptKV, SamplingParams, Token
 
-FACTORIES = {
-    "ref": "tilert_ref.engine.ref:load_engine",
-    "tilert": "tilert_ref.engine.ref:load_engine",
+OWN_ENGINES = ("ref", "tilert")  # two names of one
+FACTORIES = dict.fromkeys(OWN_ENGINES, "tilert_ref.engine.ref:load_engine") | {
     "stub": "tilert_ref.decode_server.stub:load_engine",
 }
 LOAD_FAILED_STATUS = 3

@@ -13,7 +13,7 @@ from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.connector.secret import Secret, read_secret
 from tilert_ref.connector.transport import MOONCAKE_PROTOCOLS, TRANSPORTS, MooncakeNetwork
 from tilert_ref.decode_server.engine_client import EngineDeadlines
-from tilert_ref.decode_server.engine_process import FACTORIES, resolve_device
+from tilert_ref.decode_server.engine_process import FACTORIES, OWN_ENGINES, resolve_device
 from tilert_ref.decode_server.messages import LayoutSpec
 from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
@@ -284,13 +284,13 @@ def _receive_slots(count: int) -> int:
 def _check_engine(args: argparse.Namespace) -> None:
     if args.engine not in FACTORIES and ":" not in args.engine:
         raise ValueError(f"--engine {args.engine}: legal: {', '.join(FACTORIES)}, or PACKAGE.MODULE:FUNCTION")
-    if args.attention_backend != "auto" and args.engine not in ("ref", "tilert"):
+    if args.attention_backend != "auto" and args.engine not in OWN_ENGINES:
         raise ValueError(
             f"--attention-backend {args.attention_backend} with --engine {args.engine}: for --engine ref; legal: auto"
         )
     if args.compile and args.engine == "stub":
         raise ValueError("--compile with --engine stub: it computes nothing; legal with --engine ref")
-    if args.engine in ("ref", "tilert") and not args.model_weights_dir:
+    if args.engine in OWN_ENGINES and not args.model_weights_dir:
         raise ValueError(
             f"--engine {args.engine} needs --model-weights-dir DIR (--engine stub answers without a model)"
         )

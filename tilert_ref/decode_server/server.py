@@ -19,6 +19,7 @@ from tilert_ref.connector.wire import listen
 from tilert_ref.decode_server.app import Identity, create_app
 from tilert_ref.decode_server.buffer import DeviceBuffer, ReceiveBuffer, SharedBuffer
 from tilert_ref.decode_server.engine_client import EngineClient, EngineUnavailable
+from tilert_ref.decode_server.engine_process import OWN_ENGINES
 from tilert_ref.decode_server.messages import EngineSpec
 from tilert_ref.decode_server.options import Options
 from tilert_ref.decode_server.service import DecodeService
@@ -155,7 +156,7 @@ def checkpoint(options: Options) -> str | None:
     not known: another engine than `ref` may have converted its weights."""
     if options.any_checkpoint:
         return known_fingerprint(options.model_dir, "--any-checkpoint")
-    own = options.engine in ("ref", "tilert")
+    own = options.engine in OWN_ENGINES
     return known_fingerprint(options.model_dir, "" if own else f"engine {options.engine} reads what it likes")
 
 

@@ -37,9 +37,8 @@ class Model:
         self, first: int, tokens: int, *, absorbed: bool = True, keep_rows: bool = False, chosen: Seen | None = None
     ) -> Batch:
         positions = torch.arange(first, first + tokens, device=self.rope.device)
-        return Batch(
-            first, positions, self.rope[positions], absorbed, self.kernels, keep_rows, chosen, None, self.pieces
-        )
+        rope = self.rope[positions]
+        return Batch(first, positions, rope, absorbed, self.kernels, keep_rows, chosen, pieces=self.pieces)
 
     def captured_batch(
         self, positions: torch.Tensor, cache: KVCache, *, keep_rows: bool = False, chosen: Selected | None = None

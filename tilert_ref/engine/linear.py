@@ -1,6 +1,5 @@
 """One product for all kinds of weight: y = x W^T with W in bf16, in bf16 on Hopper, or in block fp8 as vLLM has it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -220,13 +219,11 @@ def concat_rows(parts: list[Matrix]) -> Matrix:
     scales of the next one couldn't follow (vLLM refuses those too: fp8_utils.py, validate_fp8_block_shape).
     """
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
-    if not fp8:
-        return _join(torch.cat, parts)
-    if len(fp8) < len(parts):
+    if 0 < len(fp8) < len(parts):
         raise ValueError("some are fp8 and some are not; legal: all or none")
     if any(part.codes.shape[0] % BLOCK for part in fp8[:-1]):
         raise ValueError(f"rows {[part.codes.shape[0] for part in fp8]}, legal: multiples of {BLOCK} but for the last")
-    return replace(fp8[0], codes=torch.cat([p.codes for p in fp8]), scales=torch.cat([p.scales for p in fp8]))
+    return _with_tensors(parts[0], [torch.cat(each) for each in zip(*map(_tensors, parts), strict=True)])
 
 
 def room_for(count: int, w: Matrix) -> Matrix:
@@ -243,6 +240,7 @@ def place(stacked: Matrix, index: int, w: Matrix) -> None:
 
 
 def _tensors(w: Matrix) -> list[torch.Tensor]:
+    """What a matrix is made of; `_with_tensors` makes one of the same kind of others."""
     if isinstance(w, Fp8Matrix):
         return [w.codes, w.scales]
     return [w.weight if isinstance(w, HopperMatrix) else w]
@@ -252,10 +250,3 @@ def _with_tensors(w: Matrix, tensors: list[torch.Tensor]) -> Matrix:
     if isinstance(w, Fp8Matrix):
         return replace(w, codes=tensors[0], scales=tensors[1])
     return HopperMatrix(tensors[0]) if isinstance(w, HopperMatrix) else tensors[0]
-
-
-def _join(how: Callable[[list[torch.Tensor]], torch.Tensor], parts: list[Matrix]) -> Matrix:
-    """Matrices in bf16, all with Hopper's sums or none."""
-    if isinstance(parts[0], HopperMatrix):
-        return HopperMatrix(how([part.weight for part in parts]))
-    return how(parts)
