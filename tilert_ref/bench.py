@@ -12,6 +12,7 @@ handoff: a prompt's KV over NIXL against memcpy, and what taking it out of vLLM 
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -89,6 +90,9 @@ def _bench(args: argparse.Namespace) -> int:
         first.append(ours[0])
         _write_json(args, bandwidth, measured)
     if args.against == "vllm":
+        if args.device != "cpu":  # vLLM takes nearly all of a GPU when it starts
+            gc.collect()
+            torch.cuda.empty_cache()
         theirs = _vllm_in_own_process(args)
         _write_json(args, bandwidth, measured + theirs)
         for ours, vllm in zip(first, theirs, strict=True):

@@ -26,7 +26,7 @@ REST, PROJECTIONS = "argmax, acceptance, state", "embedding, projections, RoPE, 
 NORMS, INDEXER, ATTENTION, EXPERTS, HEAD, MTP = "norms", "indexer", "attention", "MoE and MLP", "head", "MTP drafts"
 PHASES: tuple[tuple[ModuleType, str, str], ...] = (
     (graph, "forward", PROJECTIONS),  # what no other phase of it takes
-    (graph, "logits", HEAD),
+    (graph, "head", HEAD),
     (graph, "draft_on_device", MTP),  # whatever it calls
     (model, "add_rms_norm", NORMS),
     (model, "lightning_index", INDEXER),

@@ -123,9 +123,9 @@ class Case:
         return torch.stack(out)
 
     def triton(self) -> torch.Tensor:
-        query, backwards = torch.cat((self.q_latent, self.q_rope), -1), not self.dense and not self.fp8
-        counts = torch.tensor(self.counts, dtype=torch.int32, device="cuda")
-        return tensor_cores.attention().attend(query, self.rows, self.slots, counts, 512, self.scale, backwards)
+        counts, backwards = torch.tensor(self.counts, dtype=torch.int32, device="cuda"), not self.dense and not self.fp8
+        query = self.q_latent, self.q_rope
+        return tensor_cores.attention().attend(*query, self.rows, self.slots, counts, self.scale, backwards)
 
 
 def norm_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -282,7 +282,6 @@ def test_times(kind: str, tokens: int, rows: int, capsys: pytest.CaptureFixture[
     case.slots, case.counts = case.slots[:, :rows].contiguous(), [rows] * tokens
     counts = torch.tensor(case.counts, dtype=torch.int32, device="cuda")
     pools = [(case.slots + i * rows) % len(case.rows) for i in range(CALLS)]
-    query = torch.cat((case.q_latent, case.q_rope), -1)
     backwards = not case.dense and not case.fp8
 
     def flashinfer() -> None:
@@ -291,10 +290,10 @@ def test_times(kind: str, tokens: int, rows: int, capsys: pytest.CaptureFixture[
 
     def triton() -> None:
         for slots in pools:
-            tensor_cores.attention().attend(query, case.rows, slots, counts, 512, case.scale, backwards)
+            tensor_cores.attention().attend(case.q_latent, case.q_rope, case.rows, slots, counts, case.scale, backwards)
 
     found = {"kind": kind, "tokens": tokens, "heads": 64, "rows": rows, "flashinfer_us": median_us(flashinfer)}
-    if tensor_cores.there(query):
+    if tensor_cores.there(case.q_latent):
         found["triton_us"] = median_us(triton)
     found["planned_us"] = _planned_us(case)
     report("times", {name: round(v, 2) if isinstance(v, float) else v for name, v in found.items()})

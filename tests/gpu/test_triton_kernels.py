@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tilert_ref.connector.rounding import (
     INDEX_KEY_FLOOR,
+    INDEX_QUERY_FLOOR,
     SMALLEST_POWER_OF_TWO_RATIO,
     ScaleRead,
     ScaleRule,
@@ -95,7 +96,7 @@ def test_attention_is_the_emulated_one_but_for_exp2(heads: int, tokens: int, cho
     rows, form = (stored, hopper.attend_fp8_rows) if fp8 else (values, hopper.attend_bf16_rows)
     counts = torch.full((tokens,), chosen, dtype=torch.int32, device="cuda")
     place = rows.cuda(), slots.int().cuda(), counts
-    ours = tensor_cores.attention().attend(query.cuda(), *place, 512, scale, not fp8).cpu()
+    ours = tensor_cores.attention().attend(*query.cuda().split([512, 64], -1), *place, scale, not fp8).cpu()
     theirs = torch.stack([form(q.float(), values[s].float(), 512, scale) for q, s in zip(query, slots, strict=True)])
     assert equal_share(ours, theirs.to(BF16)) > 0.999
     torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=1e-5)
@@ -123,6 +124,16 @@ def test_a_query_with_few_tokens_before_it_sees_them_all() -> None:
     assert counts.tolist() == [70, 4]
     assert slots[0, :70].tolist() == [*range(64, 128), *range(6)]
     assert slots[1, :4].tolist() == [64, 65, 66, 67]
+
+
+@pytest.mark.parametrize("vocabulary", [1024, 154_880])
+def test_the_best_token_is_the_first_of_the_highest(vocabulary: int) -> None:
+    rows = torch.randn(4, vocabulary).to(BF16)
+    rows[1, [vocabulary - 1, 77, 4097 % vocabulary]] = 100.0
+    rows[2] = -torch.inf
+    rows[3, 5] = torch.nan
+    assert tensor_cores.steps().best(rows.cuda()).tolist() == [*rows[:3].float().argmax(-1).tolist(), 5]
+    assert rows[1].argmax() == min(77, 4097 % vocabulary)
 
 
 @pytest.mark.parametrize("heads", [4, 32, 64])
@@ -193,6 +204,18 @@ class TestPointwise:
             assert pool[block, at * 128 : (at + 1) * 128].cpu().equal(code.view(torch.uint8))
             assert pool.view(torch.float32)[block, 2048 + at].cpu() == scale
         assert int((pool != 0).any(1).sum()) == tokens
+
+    @pytest.mark.parametrize("interleaved", [True, False])
+    def test_index_queries(self, tokens: int, interleaved: bool) -> None:
+        q, heads, table = wide(tokens, 32, 128).to(BF16), wide(tokens, 32).to(BF16), torch.randn(tokens, 2, 32)
+        q[0, 0] = 0
+        turned = apply_rope(q[..., :64], table, Pointwise.FUSED, interleaved=interleaved)
+        codes, scales = quantize_index(torch.cat((turned, q[..., 64:]), -1), INDEX_QUERY_FLOOR)
+        factors = 128**-0.5, 32**-0.5
+        place = q.cuda(), heads.cuda(), table.cuda()
+        ours = tensor_cores.pointwise().index_queries(*place, interleaved, INDEX_QUERY_FLOOR, factors)
+        assert ours[0].cpu().view(torch.uint8).equal(codes.view(torch.uint8))
+        assert ours[1].cpu().equal(heads.float() * scales * factors[0] * factors[1])
 
     def test_activation_and_routing(self, tokens: int) -> None:
         gate, up = wide(tokens, 1000).to(BF16), wide(tokens, 1000).to(BF16)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, quantize_index
-from tilert_ref.engine import triton_attention, triton_products
+from tilert_ref.engine import triton_attention, triton_products, triton_steps
 from tilert_ref.engine.block_fp8 import (
     ActivationScale,
     BlockScale,
@@ -13,6 +13,8 @@ from tilert_ref.engine.block_fp8 import (
     quantize_activations,
     quantize_blocks,
 )
+from tilert_ref.engine.decode import place
+from tilert_ref.engine.graph import DecodeState, accept, next_window
 from tilert_ref.engine.indexer import top_positions
 
 
@@ -54,10 +56,39 @@ def index_scores() -> None:
     torch.testing.assert_close(ours[1, :71], theirs[1, :71], rtol=1e-4, atol=1e-4)
 
 
+def steps(num_drafts: int) -> None:
+    """Three steps' bookkeeping as graph.py has it in torch; the last one runs behind the end of the room."""
+    table = torch.randn(11, 2, 4)
+    ours, theirs = (DecodeState.empty(4, num_drafts, torch.device("cpu")) for _ in range(2))
+    for state in (ours, theirs):
+        state.start(6, 3)
+    for step in range(3):
+        ids = torch.randint(0, 2, (1 + num_drafts,))
+        drafts = torch.randint(0, 2, (num_drafts,)) if num_drafts else None
+        placed = triton_steps.place(ours.position, 2, 1 + num_drafts, table)
+        for mine, other in zip(placed, place(theirs.position, 2, 1 + num_drafts, table), strict=True):
+            assert mine.equal(other), (mine, other)
+        results = ours.emitted, ours.accepted, ours.total, ours.steps
+        count = triton_steps.accept(ids, ours.tokens, *results)
+        assert count.equal(accept(theirs, ids))
+        triton_steps.next_window(ids, drafts, count, ours.tokens, ours.position, 10 - num_drafts)
+        next_window(theirs, ids, drafts, count, 10 - num_drafts)
+        for name in ("tokens", "position", "accepted", "total", "steps"):
+            assert getattr(ours, name).equal(getattr(theirs, name)), (step, name)
+        emitted = min(int(ours.total), 4)
+        assert ours.emitted[:emitted].equal(theirs.emitted[:emitted])
+    rows = torch.randint(0, 3, (3, 9000)).float()
+    rows[2] = -torch.inf
+    assert triton_steps.best(rows).equal(rows.argmax(-1))
+    assert triton_steps.best(rows[:, :1000]).equal(rows[:, :1000].argmax(-1))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     choice(4608, [4000, 255, 300, 20, 4607], 256)  # in one program's registers
     choice(20_032, [20_031, 9000, 255, 20, 12_345], 256)  # by many
     products()
     index_scores()
+    for number in (0, 1, 3):
+        steps(number)
     print("all equal")

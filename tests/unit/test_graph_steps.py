@@ -84,6 +84,6 @@ def test_a_sampled_request_takes_no_eager_step(monkeypatch: pytest.MonkeyPatch) 
 def test_the_host_is_asked_for_nothing_but_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The position of a captured step lives on the device; a look at it from the host would freeze it in the graph."""
     _, captured = engines(model_dir("tiny-glm5"), 0)
-    batch = captured.model.captured_batch(torch.tensor([3]), captured.cache)
+    batch = captured.model.captured_batch(torch.tensor([3]), 0, 1, captured.cache)
     with pytest.raises(TypeError):
         _ = batch.end

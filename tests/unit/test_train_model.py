@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.decode import Model, prefill
-from tilert_ref.engine.model import logits, mtp_forward, mtp_logits
+from tilert_ref.engine.model import head, logits, mtp_forward
 from tilert_ref.engine.ref import load_engine
 from tilert_ref.tiny import model_dir
 from tilert_ref.tiny.families import FAMILIES
@@ -52,7 +52,7 @@ def engine_logits(name: str, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor
     with torch.inference_mode():
         batch = model.batch(0, len(ids) - 1, absorbed=False)
         drafted, _ = mtp_forward(model.weights.mtp, model.config, cache, batch, model.ids(ids[1:]), hidden[:-1])
-        return logits(model.weights, hidden), mtp_logits(model.weights.mtp, drafted)
+        return logits(model.weights, hidden), head(model.weights.mtp, drafted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

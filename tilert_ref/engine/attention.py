@@ -85,11 +85,10 @@ def attend_selected(
     if not tensor_cores.there(q_latent):
         chosen = [slots[:count] for slots, count in zip(seen.slots, seen.counts.tolist(), strict=True)]
         return attend_absorbed(q_latent, q_rope, cache.read_slots(layer), chosen, scale, kernel)
-    query = torch.cat((q_latent, q_rope), dim=-1)  # [T, H, L + R]
     chosen = selected(seen, cache.block_table, cache.block_size)
     backwards = kernel.attend is vllm_hopper.attend_bf16_rows
-    arguments = cache.layer_rows(layer), chosen.slots, chosen.counts, q_latent.shape[-1], scale, backwards
-    return tensor_cores.attention().attend(query, *arguments)
+    arguments = cache.layer_rows(layer), chosen.slots, chosen.counts, scale, backwards
+    return tensor_cores.attention().attend(q_latent, q_rope, *arguments)
 
 
 def attend_by(

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.api import FinishReason, Token
 from tilert_ref.engine.batch import Batch, Pieces, Seen, Selected
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
+from tilert_ref.engine.model import forward, head, logits, mtp_forward
 from tilert_ref.engine.numerics import Kernels
 from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import MtpWeights, Weights
@@ -41,15 +42,32 @@ class Model:
         return Batch(first, positions, rope, absorbed, self.kernels, keep_rows, chosen, pieces=self.pieces)
 
     def captured_batch(
-        self, positions: torch.Tensor, cache: KVCache, *, keep_rows: bool = False, chosen: Selected | None = None
+        self,
+        start: torch.Tensor,
+        offset: int,
+        tokens: int,
+        cache: KVCache,
+        *,
+        keep_rows: bool = False,
+        chosen: Selected | None = None,
     ) -> Batch:
-        """For tokens at `positions` [T], which only the device knows (graph.py)."""
-        rope = self.rope[positions]
+        """For `tokens` tokens from position start [1] + offset on, which only the device knows (graph.py)."""
+        positions, rope = place(start, offset, tokens, self.rope)
         everything = None if self.config.index_topk is not None else cache.everything(positions)
         return Batch(None, positions, rope, True, self.kernels, keep_rows, chosen, everything)
 
     def ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self.rope.device)
+
+
+def place(start: torch.Tensor, offset: int, tokens: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions start + offset, ... of `tokens` tokens, int64 [T], none behind the table's end, and its rows there.
+
+    Captured steps run on behind the end of the room; what they make there is thrown away."""
+    if tensor_cores.there(start):
+        return tensor_cores.steps().place(start, offset, tokens, table)
+    positions = (start + offset + torch.arange(tokens, device=start.device)).clamp_max(len(table) - 1)
+    return positions, table[positions]
 
 
 @dataclass
@@ -121,7 +139,7 @@ def draft(
         batch = model.batch(slot, len(tokens), keep_rows=keep_rows, chosen=chosen)
         hidden, seen = mtp_forward(mtp, model.config, cache, batch, model.ids(tokens), hidden)
         hidden, chosen = hidden[-1:], seen[-1:] if model.config.index_share_for_mtp_iteration else None
-        drafts.append(int(mtp_logits(mtp, hidden)[0].argmax()))
+        drafts.append(int(head(mtp, hidden)[0].argmax()))
         slot, tokens, keep_rows = slot + len(tokens), drafts[-1:], False
     return drafts
 

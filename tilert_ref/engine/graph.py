@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.api import Token
 from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.decode import Model, verify
-from tilert_ref.engine.model import forward, logits, mtp_forward, mtp_logits
+from tilert_ref.engine.model import forward, head, logits, mtp_forward
 from tilert_ref.engine.sampling import Sampler
 
 STEPS_AHEAD = 8
@@ -60,22 +61,36 @@ class DecodeState:
 
 def greedy_step(model: Model, cache: KVCache, state: DecodeState) -> None:
     """One step of decode.decode_plain or decode_mtp, greedy, without a look from the host."""
-    window = torch.arange(len(state.tokens), device=state.tokens.device)
     hidden = window_hidden(model, cache, state)  # [1 + d, D]
-    ids = logits(model.weights, hidden).argmax(-1)  # [1 + d]
-    holds = (ids[:-1] == state.tokens[1:]).cumprod(0)  # [d], 1 while the drafts are what the model says
-    count = holds.sum(0, keepdim=True) + 1  # [1]
-    state.emitted.index_copy_(0, (state.total + window).clamp_max(len(state.emitted) - 1), ids)
-    state.accepted.index_copy_(0, state.steps.clamp_max(len(state.accepted) - 1), count)
+    ids = best(head(model.weights, hidden))  # [1 + d]
+    count = accept(state, ids)
     advance(model, cache, state, hidden, ids, count)
+
+
+def best(rows: torch.Tensor) -> torch.Tensor:
+    """The greedy choice of each row [T, V], of equal logits the first, int64 [T]."""
+    return tensor_cores.steps().best(rows) if tensor_cores.there(rows) else rows.argmax(-1)
+
+
+def accept(state: DecodeState, ids: torch.Tensor) -> torch.Tensor:
+    """Emits what the model says, ids [1 + d], as far as the drafts are the same, and the id after it; -> how many, [1].
+
+    Ids behind those are overwritten by the next step's."""
+    results = state.emitted, state.accepted, state.total, state.steps
+    if tensor_cores.there(ids):
+        return tensor_cores.steps().accept(ids, state.tokens, *results)
+    count = (ids[:-1] == state.tokens[1:]).cumprod(0).sum(0, keepdim=True) + 1  # [1]
+    places = state.total + torch.arange(len(ids), device=ids.device)
+    state.emitted.index_copy_(0, places.clamp_max(len(state.emitted) - 1), ids)
+    state.accepted.index_copy_(0, state.steps.clamp_max(len(state.accepted) - 1), count)
     state.total.add_(count)
     state.steps.add_(1)
+    return count
 
 
 def window_hidden(model: Model, cache: KVCache, state: DecodeState) -> torch.Tensor:
     """Hidden states of the last token and its drafts, [1 + d, D]; their rows are written."""
-    window = torch.arange(len(state.tokens), device=state.tokens.device)
-    batch = model.captured_batch(state.position + window, cache)
+    batch = model.captured_batch(state.position, 0, len(state.tokens), cache)
     return forward(model.weights, model.config, cache, batch, state.tokens)
 
 
@@ -83,12 +98,25 @@ def advance(
     model: Model, cache: KVCache, state: DecodeState, hidden: torch.Tensor, ids: torch.Tensor, count: torch.Tensor
 ) -> None:
     """The next window after the first `count` [1] of ids [1 + d] were emitted: the last of them and drafts after it."""
-    drafts, num_drafts = [], len(state.tokens) - 1
+    drafts, num_drafts = None, len(state.tokens) - 1
     if num_drafts:
-        drafts = draft_on_device(model, cache, state.position, ids, hidden, count, num_drafts)
-    state.tokens.copy_(torch.cat([ids.index_select(0, count - 1), *drafts]))
+        drafts = torch.cat(draft_on_device(model, cache, state.position, ids, hidden, count, num_drafts))
     # Steps that run on behind the end of the room write the same last positions again; nobody reads them.
-    state.position.copy_((state.position + count).clamp_max(len(model.rope) - 1 - num_drafts))
+    next_window(state, ids, drafts, count, len(model.rope) - 1 - num_drafts)
+
+
+def next_window(
+    state: DecodeState, ids: torch.Tensor, drafts: torch.Tensor | None, count: torch.Tensor, last: int
+) -> None:
+    """The window that begins with the last of the first `count` [1] of ids [1 + d], drafts [d] after it, at most at
+    position `last`."""
+    if tensor_cores.there(ids):
+        tensor_cores.steps().next_window(ids, drafts, count, state.tokens, state.position, last)
+        return
+    state.tokens[:1] = ids.index_select(0, count - 1)
+    if drafts is not None:
+        state.tokens[1:] = drafts
+    state.position.copy_((state.position + count).clamp_max(last))
 
 
 def prime(model: Model, cache: KVCache, state: DecodeState, last_prompt_token: torch.Tensor) -> None:
@@ -97,7 +125,7 @@ def prime(model: Model, cache: KVCache, state: DecodeState, last_prompt_token: t
     last_prompt_token: int64 [1]; its rows stay as they came over the wire.
     """
     first, position = state.tokens[:1].clone(), state.position - 1
-    batch = model.captured_batch(position, cache, keep_rows=True)
+    batch = model.captured_batch(position, 0, 1, cache, keep_rows=True)
     hidden = forward(model.weights, model.config, cache, batch, last_prompt_token)  # [1, D]
     one = torch.ones_like(position)
     drafts = draft_on_device(model, cache, position, first, hidden, one, len(state.tokens) - 1, keep_rows=True)
@@ -121,17 +149,15 @@ def draft_on_device(
     attends to them.
     """
     mtp, last = model.weights.mtp, count - 1
-    window = torch.arange(len(ids), device=ids.device)
-    batch = model.captured_batch(position + window, cache, keep_rows=keep_rows)
+    batch = model.captured_batch(position, 0, len(ids), cache, keep_rows=keep_rows)
     hidden, seen = mtp_forward(mtp, model.config, cache, batch, ids, hidden)
     hidden = hidden.index_select(0, last)
     chosen = seen[last] if model.config.index_share_for_mtp_iteration else None
-    drafts = [mtp_logits(mtp, hidden).argmax(-1)]
+    drafts = [best(head(mtp, hidden))]
     for offset in range(1, num_drafts):
-        behind = (position + last + offset).clamp_max(len(model.rope) - 1)  # in steps behind the end of the room
-        batch = model.captured_batch(behind, cache, chosen=chosen)
+        batch = model.captured_batch(position + last, offset, 1, cache, chosen=chosen)
         hidden, _ = mtp_forward(mtp, model.config, cache, batch, drafts[-1], hidden)
-        drafts.append(mtp_logits(mtp, hidden).argmax(-1))
+        drafts.append(best(head(mtp, hidden)))
     return drafts
 
 

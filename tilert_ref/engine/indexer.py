@@ -107,12 +107,15 @@ def rounded_queries(
     c_q: torch.Tensor,
     cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the queries, [T, Hi, d], and the weights of their heads, with the codes' scales, fp32 [T, Hi]."""
+    """Codes of the queries, [T, Hi, d], and the weights of their heads, index_weights, fp32 [T, Hi]."""
     with tensor_cores.beside(x, 4):
         heads = linear(x, w.weights_proj)  # [T, Hi]
-    q = index_queries(w, config, cos_sin, c_q, batch.kernels.pointwise)
-    q, q_scale = round_index(q, cache.index_dtype, INDEX_QUERY_FLOOR)
+    q = project_queries(w, config, c_q)
     tensor_cores.join(x, 4)
+    if batch.kernels.on_tensor_cores(q) and cache.index_dtype is torch.float8_e4m3fn:
+        rotation = cos_sin, config.indexer_rope_interleave
+        return tensor_cores.pointwise().index_queries(q, heads, *rotation, INDEX_QUERY_FLOOR, weight_factors(config))
+    q, q_scale = round_index(rotate(config, cos_sin, q, batch.kernels.pointwise), cache.index_dtype, INDEX_QUERY_FLOOR)
     return q, index_weights(config, heads, q_scale)
 
 
@@ -124,12 +127,9 @@ def scores_on_device(
     return tensor_cores.attention().index_scores(q, weights, pool, cache.block_table, positions)
 
 
-def index_queries(
-    w: IndexerWeights, config: ModelConfig, cos_sin: torch.Tensor, c_q: torch.Tensor, rule: Pointwise
-) -> torch.Tensor:
-    """c_q [T, q_lora_rank] -> q [T, Hi, d]."""
-    q = linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)  # [T, Hi, d]
-    return _rotate(config, cos_sin, q, rule)
+def project_queries(w: IndexerWeights, config: ModelConfig, c_q: torch.Tensor) -> torch.Tensor:
+    """c_q [T, q_lora_rank] -> q [T, Hi, d], before RoPE."""
+    return linear(c_q, w.wq_b).view(len(c_q), config.index_n_heads, config.index_head_dim)
 
 
 def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -139,15 +139,17 @@ def index_keys(w: IndexerWeights, config: ModelConfig, batch: Batch, x: torch.Te
         k = tensor_cores.pointwise().layer_norm(k, w.k_norm, w.k_norm_bias, K_NORM_EPS)
     else:
         k = F.layer_norm(k.float(), k.shape[-1:], w.k_norm, w.k_norm_bias, K_NORM_EPS).to(x.dtype)
-    return _rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
+    return rotate(config, batch.cos_sin, k, batch.kernels.pointwise)
 
 
 def index_weights(config: ModelConfig, heads: torch.Tensor, q_scale: torch.Tensor) -> torch.Tensor:
     """heads = weights_proj x, q_scale [T, Hi] -> w_tj with the scale of q_tj and both 1/sqrt factors, [T, Hi] fp32."""
-    factors = config.index_head_dim**-0.5, config.index_n_heads**-0.5
-    if tensor_cores.there(heads):
-        return tensor_cores.pointwise().scale_weights(heads, q_scale, *factors)
-    return heads.float() * q_scale * factors[0] * factors[1]
+    width, number = weight_factors(config)
+    return heads.float() * q_scale * width * number
+
+
+def weight_factors(config: ModelConfig) -> tuple[float, float]:
+    return config.index_head_dim**-0.5, config.index_n_heads**-0.5
 
 
 def index_scores(
@@ -206,7 +208,7 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     return chosen.nonzero()[:, 1].view(len(scores), count)  # row after row, ascending within each
 
 
-def _rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor, rule: Pointwise) -> torch.Tensor:
+def rotate(config: ModelConfig, cos_sin: torch.Tensor, x: torch.Tensor, rule: Pointwise) -> torch.Tensor:
     """RoPE on the first qk_rope_head_dim values of x [T, ..., d]. The pairing is the indexer's own (case K3)."""
     if rule is Pointwise.FUSED and tensor_cores.there(x):
         return rotate_on_device(x, cos_sin, config.indexer_rope_interleave)

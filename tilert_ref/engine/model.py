@@ -185,9 +185,14 @@ def forward(w: Weights, config: ModelConfig, cache: KVCache, batch: Batch, token
     return hidden
 
 
-def logits(w: Weights, hidden: torch.Tensor) -> torch.Tensor:
-    """[T, D] -> [T, V] fp32; the product itself is rounded to the model's dtype, as in vLLM."""
-    return linear(hidden, w.head).float()
+def head(w: Weights | MtpWeights, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, D] -> [T, V], rounded to the model's dtype, as in vLLM."""
+    return linear(hidden, w.head)
+
+
+def logits(w: Weights | MtpWeights, hidden: torch.Tensor) -> torch.Tensor:
+    """[T, D] -> [T, V] fp32, of the rounded products."""
+    return head(w, hidden).float()
 
 
 def mtp_forward(
@@ -208,7 +213,3 @@ def mtp_forward(
     x = linear(pair, w.eh_proj)
     x, residual, seen = decoder_layer(w.layer, config, cache, layer, batch, x, None, batch.seen())
     return rms_norm(residual + x, w.norm, eps, rule), seen
-
-
-def mtp_logits(w: MtpWeights, hidden: torch.Tensor) -> torch.Tensor:
-    return linear(hidden, w.head).float()

@@ -272,7 +272,7 @@ def load_engine(
     progress(f"weights: on {device} after {time.perf_counter() - start:.1f} s")
     layers = config.num_hidden_layers + (num_mtp > 0)
     cache = KVCache(config, layers, room, block_size=block_size, device=device, scale_rule=scale_rule)
-    rope = rope_table(config, room, table_dtype(config, kernels.pointwise)).to(device)
+    rope = rope_table(config, room, table_dtype(config, kernels.pointwise), device)
     size = f"{cache.nbytes / 1e6:.1f} MB for {max_seq_len} tokens in {layers} layers (MTP counted)"
     progress(f"KV cache: {size}, {', '.join(f'{name} {value}' for name, value in cache.facts.items())}")
     model = Model(config, weights, rope, kernels)

@@ -9,13 +9,15 @@ from tilert_ref.engine.config import ModelConfig, YarnScaling, yarn_mscale
 from tilert_ref.engine.numerics import Pointwise
 
 
-def inverse_frequencies(dim: int, theta: float, yarn: YarnScaling | None) -> torch.Tensor:
+def inverse_frequencies(
+    dim: int, theta: float, yarn: YarnScaling | None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """[dim / 2] fp32. YaRN blends position interpolation into the slow pairs and leaves the fast ones alone."""
-    freqs = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    freqs = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if yarn is None:
         return 1.0 / freqs
     low, high = _ramp_bounds(dim, theta, yarn)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return 1.0 / (yarn.factor * freqs) * (1 - keep) + 1.0 / freqs * keep
 
@@ -37,12 +39,18 @@ def table_dtype(config: ModelConfig, rule: Pointwise) -> torch.dtype:
     return torch.float32 if rule is Pointwise.FUSED and config.rope_scaling is not None else torch.bfloat16
 
 
-def rope_table(config: ModelConfig, positions: int, dtype: torch.dtype) -> torch.Tensor:
+def rope_table(
+    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """cos and sin side by side, [positions, 2, qk_rope_head_dim / 2]: angles in fp32, stored in `dtype`, on which KV
-    bytes depend."""
+    bytes depend.
+
+    It is made on the device that uses it, as vLLM's is (rotary_embedding/base.py, _compute_inv_freq): a GPU's pow, cos
+    and sin differ from a CPU's in the last bit, and one in some ten thousand entries is then rounded the other way.
+    """
     yarn = config.rope_scaling
-    inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, yarn)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
+    inv_freq = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, yarn, device)
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inv_freq
     scale = (
         1.0 if yarn is None else yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
     )

@@ -87,6 +87,13 @@ def pointwise() -> ModuleType:
     return triton_pointwise
 
 
+@functools.cache
+def steps() -> ModuleType:
+    from tilert_ref.engine import triton_steps
+
+    return triton_steps
+
+
 def kernel_cache() -> Path:
     """Where Triton keeps compiled kernels, so that the next start needs no compiler."""
     home = os.environ.get("TRITON_HOME") or Path.home()

@@ -16,7 +16,7 @@ from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
 ROWS = 64  # cached rows that a program attends to, and keys that it scores
 KEY_WIDTH = 128
 IN_REGISTERS = 8192  # scores of a query that one program chooses from
-VALUES = 256  # of a row that a program sums which goes through all of its rows
+VALUES = 64  # of a row that a program sums which goes through all of its rows
 CHUNK = 2048  # scores of a program where there are more
 HEADS, TILE = 64, 128  # of a program of attention: heads, and values of a row at a time
 
@@ -132,12 +132,12 @@ def _choice_kernel(
     one = tl.full((), 1, tl.uint32)
     for shift in range(30, -1, -2):
         low, middle, high = edge | (one << shift), edge | (one << (shift + 1)), edge | ((one + 2) << shift)
-        reach_low = tl.sum((rank >= low).to(tl.int32), 0)
-        reach_middle = tl.sum((rank >= middle).to(tl.int32), 0)
-        reach_high = tl.sum((rank >= high).to(tl.int32), 0)
-        edge = tl.where(reach_low >= count, low, edge)
-        edge = tl.where(reach_middle >= count, middle, edge)
-        edge = tl.where(reach_high >= count, high, edge)
+        # Three counts in one sum: each sum is a round through all warps, and there are sixteen.
+        reach = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 20) + ((rank >= high).to(tl.int64) << 40)
+        reach = tl.sum(reach, 0)
+        edge = tl.where((reach & 0xFFFFF) >= count, low, edge)
+        edge = tl.where(((reach >> 20) & 0xFFFFF) >= count, middle, edge)
+        edge = tl.where((reach >> 40) >= count, high, edge)
     above = tl.sum((rank > edge).to(tl.int32), 0)
     _write_chosen(rank, edge, count - above, 0, 0, lane, length, block_table, slots, ROWS)
 
@@ -297,7 +297,8 @@ def _dequantized(codes, scales):
 
 @triton.jit
 def _attend_kernel(
-    query,
+    q_latent,
+    q_rope,
     rows,
     codes,
     scales,
@@ -328,7 +329,7 @@ def _attend_kernel(
     h, j = group * HEADS + tl.arange(0, HEADS), tl.arange(0, ROWS)
     valid = block * ROWS + j < count
     slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
-    q_row = query + (t * heads + h[:, None]) * (LATENT + ROPE)
+    q_row = q_latent + (t * heads + h[:, None]) * LATENT
     # All loads first: one program has one block of rows, so nothing else would hide their time.
     keys, key_scales = (), ()
     for tile in tl.static_range(LATENT // TILE):
@@ -348,7 +349,7 @@ def _attend_kernel(
             k = _dequantized(k, key_scales[tile][None, :])
         scores = tl.dot(q, k, scores)
     r = tl.arange(0, ROPE)
-    q = tl.load(q_row + LATENT + r[None, :], mask=h[:, None] < heads, other=0.0)
+    q = tl.load(q_rope + (t * heads + h[:, None]) * ROPE + r[None, :], mask=h[:, None] < heads, other=0.0)
     scores = tl.dot(q, tl.load(rows + slot[None, :] * row_stride + rope_at + r[:, None]), scores)
     scores = tl.where(valid[None, :], scores, float("-inf"))
     top = tl.max(scores, 1) * scale_log2
@@ -384,7 +385,8 @@ def _merge_kernel(
 
 @triton.jit
 def _attend_backwards_kernel(
-    query,
+    q_latent,
+    q_rope,
     rows,
     slots,
     counts,
@@ -406,43 +408,51 @@ def _attend_backwards_kernel(
     h = (part // (LATENT // VALUES)) * HEADS + tl.arange(0, HEADS)
     part = part % (LATENT // VALUES)
     j, r = tl.arange(0, ROWS), tl.arange(0, ROPE)
-    q_row = query + (t * heads + h[:, None]) * (LATENT + ROPE)
+    q_row = q_latent + (t * heads + h[:, None]) * LATENT
     v_at = part * VALUES + tl.arange(0, VALUES)
-    q_rope = tl.load(q_row + LATENT + r[None, :], mask=h[:, None] < heads, other=0.0)
+    q_turned = tl.load(q_rope + (t * heads + h[:, None]) * ROPE + r[None, :], mask=h[:, None] < heads, other=0.0)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     value = tl.zeros((HEADS, VALUES), tl.float32)
     blocks = tl.cdiv(count, ROWS)
-    for done in range(0, blocks):
-        block = blocks - 1 - done
-        valid = block * ROWS + j < count
-        slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
+    slots += t.to(tl.int64) * chosen
+    at = (blocks - 1) * ROWS + j
+    slot = tl.load(slots + at, mask=at < count, other=0).to(tl.int64)
+    for _ in range(0, blocks):
         row = rows + slot * (LATENT + ROPE)
-        scores = tl.dot(q_rope, tl.load(row[None, :] + LATENT + r[:, None]))
+        # All loads of a block first, and the slots of the next: nothing else would hide their time.
+        turned_keys = tl.load(row[None, :] + LATENT + r[:, None])
+        keys = ()
+        for tile in tl.static_range(LATENT // TILE):
+            keys += (tl.load(row[None, :] + tile * TILE + tl.arange(0, TILE)[:, None]),)
+        v = tl.load(row[:, None] + v_at[None, :])
+        valid = at < count
+        at -= ROWS
+        slot = tl.load(slots + at, mask=at >= 0, other=0).to(tl.int64)
+        scores = tl.dot(q_turned, turned_keys)
         for tile in tl.static_range(LATENT // TILE):
             c = tile * TILE + tl.arange(0, TILE)
             q = tl.load(q_row + c[None, :], mask=h[:, None] < heads, other=0.0)
-            scores = tl.dot(q, tl.load(row[None, :] + c[:, None]), scores)
+            scores = tl.dot(q, keys[tile], scores)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         factor = tl.full((HEADS, ROWS), 0.0, tl.float32) + scale_log2
         weights = tl.exp2(tl.fma(scores, factor, tl.zeros_like(scores) - (new_top * scale_log2)[:, None]))
         rescale = tl.exp2((top - new_top) * scale_log2)
-        v = tl.load(row[:, None] + v_at[None, :])
         value = tl.dot(weights.to(tl.bfloat16), v, value * rescale[:, None])
         total = total * rescale + tl.sum(weights, 1)
         top = new_top
     value = value * tl.div_rn(tl.full((HEADS,), 1.0, tl.float32), total)[:, None]
-    at = out + ((t * heads + h[:, None]) * LATENT).to(tl.int64) + v_at[None, :]
-    tl.store(at, value.to(out.dtype.element_ty), mask=h[:, None] < heads)
+    to = out + ((t * heads + h[:, None]) * LATENT).to(tl.int64) + v_at[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=h[:, None] < heads)
 
 
 def attend(
-    query: torch.Tensor,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
     rows: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor,
-    latent: int,
     scale: float,
     backwards: bool,
 ) -> torch.Tensor:
@@ -450,7 +460,7 @@ def attend(
     itself, merged by log-sum-exp. backwards: as attend_bf16_rows does, one block after the other from the last.
 
     Args:
-        query: bf16 [T, H, latent + rope].
+        q_latent, q_rope: bf16 [T, H, latent] and [T, H, rope].
         rows: a layer's cache, bf16 [S, latent + rope], or uint8 [S, 656] of fp8_ds_mla rows.
         slots, counts: int32 [T, n] rows that each query attends to, and how many of them are.
 
@@ -458,17 +468,23 @@ def attend(
         bf16 [T, H, latent].
     """
     form = _attend_backwards if backwards else _attend_blocks
-    return form(query, rows, slots, counts, latent, vllm_hopper.log2_scale(scale))
+    return form(q_latent.contiguous(), q_rope.contiguous(), rows, slots, counts, vllm_hopper.log2_scale(scale))
 
 
 def _attend_backwards(
-    query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, latent: int, scale_log2: float
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    scale_log2: float,
 ) -> torch.Tensor:
-    tokens, heads, width = query.shape
-    out = torch.empty(tokens, heads, latent, dtype=query.dtype, device=query.device)
+    tokens, heads, latent = q_latent.shape
+    out = torch.empty_like(q_latent)
     values = min(VALUES, latent)
     _attend_backwards_kernel[(triton.cdiv(heads, HEADS) * (latent // values), tokens)](
-        query,
+        q_latent,
+        q_rope,
         rows,
         slots,
         counts,
@@ -478,7 +494,7 @@ def _attend_backwards(
         scale_log2,
         HEADS=HEADS,
         LATENT=latent,
-        ROPE=width - latent,
+        ROPE=q_rope.shape[2],
         TILE=min(TILE, latent),
         VALUES=values,
         ROWS=ROWS,
@@ -491,16 +507,22 @@ def _attend_backwards(
 
 
 def _attend_blocks(
-    query: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, latent: int, scale_log2: float
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    scale_log2: float,
 ) -> torch.Tensor:
-    tokens, heads, width = query.shape
+    (tokens, heads, latent), rope = q_latent.shape, q_rope.shape[2]
     fp8, chosen, halves = rows.dtype == torch.uint8, slots.shape[1], rows.view(torch.bfloat16)
     blocks, tile = triton.cdiv(chosen, ROWS), min(TILE, latent)
-    out = torch.empty(tokens, blocks, heads, latent, dtype=torch.float32, device=query.device)
-    sums = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=query.device)
-    merged = torch.empty(tokens, heads, latent, dtype=query.dtype, device=query.device)
+    out = torch.empty(tokens, blocks, heads, latent, dtype=torch.float32, device=rows.device)
+    sums = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=rows.device)
+    merged = torch.empty_like(q_latent)
     _attend_kernel[(blocks, tokens, triton.cdiv(heads, HEADS) * (latent // tile))](
-        query,
+        q_latent,
+        q_rope,
         halves,
         rows.view(torch.float8_e4m3fn) if fp8 else halves,
         rows.view(torch.float32) if fp8 else halves,
@@ -512,12 +534,12 @@ def _attend_blocks(
         chosen,
         halves.shape[1],
         rows.shape[1],
-        halves.shape[1] - (width - latent),
+        halves.shape[1] - rope,
         scale_log2,
         FP8=fp8,
         HEADS=HEADS,
         LATENT=latent,
-        ROPE=width - latent,
+        ROPE=rope,
         TILE=tile,
         ROWS=ROWS,
         num_warps=4,

@@ -216,22 +216,51 @@ def quantize(x: torch.Tensor, floor: float, power_of_two: bool, floor_scale: boo
 
 
 @triton.jit
-def _scale_weights_kernel(x, scales, out, first, second, size, BLOCK: tl.constexpr):
+def _index_queries_kernel(
+    x, head_weights, cos_sin, codes, weights, floor, first, second, heads,
+    INTERLEAVED: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program turns one head's first 2 * HALF values, rounds all WIDTH of them to fp8, and scales its weight."""
     begin()
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    value = tl.load(x + i, mask=inside, other=0.0).to(tl.float32) * tl.load(scales + i, mask=inside, other=0.0)
-    tl.store(out + i, value * first * second, mask=inside)
+    at = tl.program_id(0).to(tl.int64)
+    kind = x.dtype.element_ty
+    i = tl.arange(0, HALF)
+    first_of = 2 * i if INTERLEAVED else i
+    second_of = 2 * i + 1 if INTERLEAVED else i + HALF
+    turns = cos_sin + (at // heads) * 2 * HALF + i
+    a, b = tl.load(x + at * WIDTH + first_of).to(tl.float32), tl.load(x + at * WIDTH + second_of).to(tl.float32)
+    cos, sin = tl.load(turns).to(tl.float32), tl.load(turns + HALF).to(tl.float32)
+    turned_a, turned_b = (a * cos - b * sin).to(kind).to(tl.float32), (b * cos + a * sin).to(kind).to(tl.float32)
+    d = tl.arange(0, WIDTH)
+    rest = tl.load(x + at * WIDTH + d, mask=d >= 2 * HALF, other=0.0).to(tl.float32)
+    highest = tl.maximum(tl.max(tl.abs(turned_a), 0), tl.max(tl.abs(turned_b), 0))
+    highest = tl.maximum(highest, tl.max(tl.abs(rest), 0))
+    scale = _power_of_two(_over(tl.maximum(highest, floor), E4M3_MAX))
+    fp8 = codes.dtype.element_ty
+    tl.store(codes + at * WIDTH + first_of, _over(turned_a, scale).to(fp8))
+    tl.store(codes + at * WIDTH + second_of, _over(turned_b, scale).to(fp8))
+    tl.store(codes + at * WIDTH + d, _over(rest, scale).to(fp8), mask=d >= 2 * HALF)
+    tl.store(weights + at, tl.load(head_weights + at).to(tl.float32) * scale * first * second)
 
 
-def scale_weights(x: torch.Tensor, scales: torch.Tensor, first: float, second: float) -> torch.Tensor:
-    """indexer.index_weights: x bf16 [T, Hi] times scales fp32 [T, Hi] times both numbers, one after the other."""
-    out = torch.empty_like(scales)
-    grid = (triton.cdiv(x.numel(), 256),)
-    _scale_weights_kernel[grid](
-        x, scales, out, first, second, x.numel(), BLOCK=256, num_warps=4, **OVERLAPPED, enable_fp_fusion=False
-    )
-    return out
+def index_queries(
+    x: torch.Tensor,
+    head_weights: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    floor: float,
+    factors: tuple[float, float],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """indexer.rounded_queries behind its products: x bf16 [T, Hi, d] turned, its e4m3 codes, and head_weights bf16
+    [T, Hi] times the codes' scales times both factors, one after the other, fp32."""
+    tokens, heads, width = x.shape
+    codes = torch.empty(tokens, heads, width, dtype=torch.float8_e4m3fn, device=x.device)
+    weights = torch.empty(tokens, heads, dtype=torch.float32, device=x.device)
+    _index_queries_kernel[(tokens * heads,)](
+        x, head_weights, cos_sin, codes, weights, floor, *factors, heads,
+        INTERLEAVED=interleaved, HALF=cos_sin.shape[2], WIDTH=width, num_warps=1, **OVERLAPPED, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, weights
 
 
 @triton.jit

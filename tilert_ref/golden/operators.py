@@ -102,7 +102,7 @@ def indexer(t: Token, w: IndexerWeights, cached: torch.Tensor, p: str) -> Compar
     k_norm = F.layer_norm(k, k.shape[-1:], w.k_norm, w.k_norm_bias, dsa.K_NORM_EPS).to(x.dtype)
     yield "indexer k_norm", k_norm, normed
     yield "indexer key (from hidden state)", dsa.index_keys(w, c, t.batch, x), key
-    query = dsa.index_queries(w, c, t.batch.cos_sin, c_q, t.batch.kernels.pointwise)
+    query = dsa.rotate(c, t.batch.cos_sin, dsa.project_queries(w, c, c_q), t.batch.kernels.pointwise)
     our_codes, scale = quantize_index(query, INDEX_QUERY_FLOOR)
     yield "indexer query codes (from query latent)", our_codes, codes
     yield "indexer weights", dsa.index_weights(c, linear(x, w.weights_proj), scale), weights

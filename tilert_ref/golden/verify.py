@@ -81,15 +81,17 @@ class Difference:
 class Report:
     """What the comparison with one golden file came to.
 
-    captured: tokens of the decode graph, where the engine has one, from the second on. carried: bytes of planes that
-    are the same after inject and reading back. decoded: per "layer field" the bytes that decode wrote; followed: the
-    same where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows. choices: sets of positions,
+    captured: tokens of the decode graph, where the engine has one, from the second on. followed_tokens: tokens from the
+    second on where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows. carried: bytes of planes
+    that are the same after inject and reading back. decoded: per "layer field" the bytes that decode wrote; followed:
+    the same of that other decode. choices: sets of positions,
     beyond index_topk. off_edge: for each set that differs, how far the worst of the differing tokens' scores is from
     our edge, as a share of it: 0 is an exact tie.
     """
 
     tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
     captured: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
+    followed_tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
     differences: list[Difference] = field(default_factory=list)
     largest_logprob_difference: float = 0.0
     smallest_gap: float = float("inf")
@@ -103,11 +105,16 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        return bool(self.tokens["diverged"] or self.captured["diverged"] or self.carried.equal < self.carried.total)
+        counts = self.tokens, self.captured, self.followed_tokens
+        return any(count["diverged"] for count in counts) or self.carried.equal < self.carried.total
 
     def merge(self, other: "Report") -> None:
         """Adds the comparison of other prompts of the same recording."""
-        for mine, theirs in ((self.tokens, other.tokens), (self.captured, other.captured)):
+        for mine, theirs in (
+            (self.tokens, other.tokens),
+            (self.captured, other.captured),
+            (self.followed_tokens, other.followed_tokens),
+        ):
             for verdict, count in theirs.items():
                 mine[verdict] += count
         self.differences += other.differences
@@ -126,7 +133,11 @@ class Report:
                 mine.setdefault(name, Share()).merge(share)
 
     def lines(self) -> Iterable[str]:
-        for what, t in (("tokens", self.tokens), ("tokens of captured steps", self.captured)):
+        for what, t in (
+            ("tokens", self.tokens),
+            ("tokens of captured steps", self.captured),
+            ("tokens in vLLM's order over vLLM's rows", self.followed_tokens),
+        ):
             if any(t.values()):
                 yield f"{what}: {t['identical']} identical, {t['tie']} tie, {t['diverged']} diverged"
         yield f"logprobs: largest difference {self.largest_logprob_difference:.4f}"
@@ -173,6 +184,7 @@ def verify(
         compare(report, engine, number, prompt, answer)
         if "choices" in answer and done % follow == 0:
             followed = replay_followed(engine, prompt, answer)
+            count_verdicts(report.followed_tokens, followed.ids, answer)
             past = compare_decoded(report.followed, followed, len(prompt), answer, leading=True)
             compare_choices(report.followed_choices, [], followed, range(past + 1), answer["choices"])
         seconds = time.monotonic() - started
@@ -195,9 +207,13 @@ def compare(report: Report, engine: RefEngine, number: int, prompt: list[int], a
     report.largest_logprob_difference = worst
     compare_kv(report, ours, len(prompt), answer)
     if engine.captured is not None:
-        captured = replay_captured(engine, prompt, answer)
-        for position, theirs in enumerate(answer["ids"][1:], 1):
-            report.captured[judge(captured[position], theirs, answer["top"][position])] += 1
+        count_verdicts(report.captured, replay_captured(engine, prompt, answer), answer)
+
+
+def count_verdicts(counts: dict[Verdict, int], ours: Sequence[int], answer: Answer) -> None:
+    """From the second token on: the first is the prompt's."""
+    for position, theirs in enumerate(answer["ids"][1:], 1):
+        counts[judge(ours[position], theirs, answer["top"][position])] += 1
 
 
 def compare_planes(report: Report, engine: RefEngine, prompt: list[int], answer: Answer) -> None:
