@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import opaque, tensor_cores
+from tilert_ref.engine import opaque, tensor_cores, vllm_hopper
 from tilert_ref.engine.attention import (
     attend_absorbed,
     attend_by,
@@ -30,12 +30,16 @@ from tilert_ref.engine.rope import apply_rope
 from tilert_ref.engine.weights import AttentionWeights, LayerWeights, MlpWeights, MtpWeights, Weights
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: Pointwise) -> torch.Tensor:
-    """w * x / sqrt(mean(x^2) + eps): fp32 inside; NATIVE rounds to the weight's dtype before the product."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: Pointwise, *, added: bool = False
+) -> torch.Tensor:
+    """w * x / sqrt(mean(x^2) + eps), x [T, D]: fp32 inside; NATIVE rounds to the weight's dtype before the product.
+    added: x is a sum with the residual, which FUSED kernels square in another order."""
     if rule is Pointwise.FUSED and tensor_cores.there(x):
         return tensor_cores.pointwise().add_rms_norm(x, None, weight, eps)[0]
     x = x.float()
-    x = x * torch.rsqrt(opaque.total(x.pow(2)) / x.shape[-1] + eps)
+    total = opaque.total(x.pow(2)) if rule is Pointwise.NATIVE else vllm_hopper.sum_of_squares(x, added)
+    x = x * torch.rsqrt(total / x.shape[-1] + eps)
     return x.to(weight.dtype) * weight if rule is Pointwise.NATIVE else (x * weight.float()).to(weight.dtype)
 
 
@@ -49,7 +53,7 @@ def add_rms_norm(
         return tensor_cores.pointwise().add_rms_norm(x, residual, weight, eps)
     total = x.float() + residual.float()
     stream = total.to(x.dtype)
-    return rms_norm(total if rule is Pointwise.NATIVE else stream, weight, eps, rule), stream
+    return rms_norm(total if rule is Pointwise.NATIVE else stream, weight, eps, rule, added=True), stream
 
 
 class Projected(NamedTuple):

@@ -10,8 +10,13 @@ exponents, even where its value is 2 or more times that power. In fp8 DeepGEMM, 
 logits all start a new sum every 128 values.
 
 Sparse attention. Chosen rows are taken in the order in which the indexer gives them, in blocks of 64; weights are
-rounded to bf16 before they multiply the rows, their sum is taken of the unrounded ones. exp2 is the one function left
-open: the GPU's may miss the correctly rounded value by 2 ulp of fp32, which shows about once in 30,000 weights.
+rounded to bf16 before they multiply the rows, their sum is taken of the unrounded ones, as a warp has them: four threads
+have pairs of a head's weights, eight apart, and add up their own first. Two functions are left open: the GPU's exp2 may
+miss the correctly rounded value by 2 ulp of fp32, which shows about once in 30,000 weights, its reciprocal by 1 ulp.
+(The machine code of both kernels says in which order, and where a multiply-add is fused.)
+
+RMSNorm. A thread squares vectors of eight values, 32 threads add up in pairs of neighbours, then the warps one after the
+other (csrc/libtorch_stable/layernorm_kernels.cu; cub's BlockReduce; its machine code says how a vector is added).
 """
 
 import math
@@ -25,6 +30,8 @@ BF16_GROUP, BF16_BITS = 16, 25
 MIN_EXPONENT = -6  # of e4m3; subnormals have it too
 ZERO_EXPONENT = -60  # below the exponent of any product of two e4m3 values
 BLOCK = 64
+VECTOR, WARP = 8, 32
+FEW_TOKENS, MOST_THREADS = 256, (1024, 256)  # threads of a norm for fewer tokens, and from that many on
 
 
 class Operand(NamedTuple):
@@ -58,6 +65,35 @@ def fp8_dot(a: Operand, b: Operand) -> torch.Tensor:
         sums += (total * _power(FP8_BITS - top)).trunc_()
         total = _cut(sums * _power(top - FP8_BITS))
     return total
+
+
+def norm_threads(tokens: int, width: int) -> int:
+    """Threads of vLLM's norm kernels that have values to square; thread t takes vectors t, t + threads, ..."""
+    return min(-(-width // VECTOR), MOST_THREADS[tokens >= FEW_TOKENS])
+
+
+def sum_of_squares(x: torch.Tensor, added: bool) -> torch.Tensor:
+    """bf16 values x [T, D] -> [T, 1] fp32. added: by the kernel that adds the residual, in pairs within a vector; else
+    one value after the other. (Squares of bf16 are exact in fp32, so a fused multiply-add changes nothing.)"""
+    tokens, width = x.shape
+    threads = norm_threads(tokens, width)
+    rounds = -(-width // (VECTOR * threads))
+    squares = F.pad(x.float().square(), (0, rounds * threads * VECTOR - width)).view(tokens, rounds, threads, VECTOR)
+    total = torch.zeros(tokens, threads, device=x.device)
+    for vector in squares.unbind(1):  # [T, threads, 8]
+        if added:
+            first, second, third, fourth = (vector[..., 0::2] + vector[..., 1::2]).unbind(-1)
+            total = total + (((first + second) + third) + fourth)
+        else:
+            for value in vector.unbind(-1):
+                total = total + value
+    lanes = F.pad(total, (0, -threads % WARP)).view(tokens, -1, WARP)  # [T, warps, 32]
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
+    whole = lanes[:, 0]
+    for warp in lanes.unbind(1)[1:]:
+        whole = whole + warp
+    return whole
 
 
 def _exponents(x: torch.Tensor) -> torch.Tensor:
@@ -111,13 +147,17 @@ def attend_fp8_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, s
     for scores, block in _blocks(bf16_dot(query, rows), rows):
         top = scores.amax(-1, keepdim=True) * log2_scale(scale)
         weights = _exp2(scores, scale, top)
-        total = weights.sum(-1, keepdim=True)
-        outputs.append(bf16_dot(_rounded(weights), block[:, :value_width].T) / total)  # [H, V]
+        first, second, third, fourth = _thread_sums(weights).split(1, dim=-1)
+        total = (first + second) + (third + fourth)
+        outputs.append(bf16_dot(_rounded(weights), block[:, :value_width].T) * (1.0 / total))  # [H, V]
         sums.append(total.log2() + top)
     parts = torch.stack(sums)  # [blocks, H, 1]
     top = parts.amax(0)
-    merged = (parts - top).exp2().sum(0).log2() + top
-    return ((parts - merged).exp2() * torch.stack(outputs)).sum(0)
+    merged = _lanes_sum((parts - top).exp2()).log2() + top
+    whole = torch.zeros_like(outputs[0])
+    for share, output in zip((parts - merged).exp2(), outputs, strict=True):
+        whole = _fma(share, output, whole)
+    return whole
 
 
 def attend_bf16_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
@@ -125,16 +165,41 @@ def attend_bf16_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, 
     from the last block of 64 rows to the first, each rescaling what is there to its own maximum (vLLM
     flashattn_mla_sparse.py)."""
     rope_first = [torch.cat((x[:, value_width:], x[:, :value_width]), dim=1) for x in (query, rows)]
-    top, total = query.new_full((len(query), 1), -math.inf), query.new_zeros(len(query), 1)
+    top, sums = query.new_full((len(query), 1), -math.inf), query.new_zeros(len(query), 4)
     out = query.new_zeros(len(query), value_width)
     for scores, block in reversed(_blocks(bf16_dot(*rope_first), rows)):
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = _exp2(scores, scale, new_top * log2_scale(scale))
         rescale = ((top - new_top) * log2_scale(scale)).exp2()
         out = bf16_dot(_rounded(weights), block[:, :value_width].T, out * rescale)
-        total = total * rescale + weights.sum(-1, keepdim=True)
+        sums = _thread_sums(weights, rescale * sums.double())
         top = new_top
-    return out * (1.0 / total)
+    first, second, third, fourth = sums.split(1, dim=-1)
+    return out * (1.0 / ((first + third) + (second + fourth)))
+
+
+def _thread_sums(weights: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights [H, 64] -> what each of four threads has of them, [H, 4]; before: an exact product to begin with."""
+    heads = len(weights)
+    own = weights.view(heads, 8, 4, 2).transpose(1, 2).reshape(heads, 4, 16)
+    total = own[..., 0] if before is None else (before + own[..., 0].double()).float()
+    for value in own.unbind(-1)[1:]:
+        total = total + value
+    return total
+
+
+def _lanes_sum(parts: torch.Tensor) -> torch.Tensor:
+    """[n, H, 1] -> [H, 1] as the lanes of a warp add up by butterflies, the farthest first; n up to 32."""
+    parts = F.pad(parts, (0, 0, 0, 0, 0, (1 << (len(parts) - 1).bit_length()) - len(parts)))
+    while len(parts) > 1:
+        near, far = parts.chunk(2)
+        parts = near + far
+    return parts[0]
+
+
+def _fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """x * y + z of fp32, rounded once (but for the rounding of float64 before it)."""
+    return (x.double() * y.double() + z.double()).float()
 
 
 def _blocks(scores: torch.Tensor, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
