@@ -1,10 +1,10 @@
 """`tilert-ref bench`: decode speed side by side with vLLM; a handoff against memcpy; what our plugin costs prefill.
 
 decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
-between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything: our steps
-are compiled there, vLLM's as --vllm-compiled says, its best; on a GPU it runs with its graphs. A few layers of a
-published model in real widths: `tilert-ref make-tiny DIR --slice glm5`, then `tilert-ref bench decode DIR --load-format
-dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
+between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything: steps of
+both are compiled there, vLLM's best too (--vllm-eager starts sooner); on a GPU it runs with its graphs. A few layers of
+a published model in real widths: `tilert-ref make-tiny DIR --slice glm5`, then `tilert-ref bench decode DIR
+--load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
 
 plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
 
@@ -174,7 +174,7 @@ def _measure_vllm(args: argparse.Namespace) -> list[float]:
         dtype="bfloat16",
         max_model_len=max(args.context) + args.tokens + 2,
         max_num_seqs=1,
-        enforce_eager=not (args.vllm_compiled or cuda),  # at its best: graphs on a GPU
+        enforce_eager=args.vllm_eager,  # otherwise at its best: compiled, and with graphs on a GPU
         enable_prefix_caching=False,
         load_format=args.load_format,
         skip_tokenizer_init=args.load_format == "dummy",
@@ -200,13 +200,13 @@ def _vllm_cache_dtype(args: argparse.Namespace) -> str:
 
 
 def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
-    mode = "compiled" if args.vllm_compiled or args.device != "cpu" else "eager"
+    mode = "eager" if args.vllm_eager else "compiled"
     print(f"starting vLLM ({mode}) on the same checkpoint ...", flush=True)
     command = [sys.executable, "-m", "tilert_ref.bench", "decode", str(args.model_dir), "--peer-json"]
     command += ["--device", args.device, "--kv-cache-dtype", args.kv_cache_dtype, "--load-format", args.load_format]
     command += ["--tokens", str(args.tokens), "--repeats", str(args.repeats)]
     command += ["--context", *map(str, args.context)]
-    command += ["--vllm-compiled"] if args.vllm_compiled else []
+    command += ["--vllm-eager"] if args.vllm_eager else []
     env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     if done.returncode:
@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-mtp", type=int, nargs="+", default=[0], help="draft counts to measure; first gives the ratio"
     )
     decode.add_argument(
-        "--vllm-compiled", action="store_true", help="vLLM with torch.compile (slow start) instead of eager"
+        "--vllm-eager", action="store_true", help="vLLM without torch.compile and graphs: starts sooner, steps slower"
     )
     decode.add_argument("--device", default="cpu", help="cpu (default) or cuda, for both")
     decode.add_argument("--kv-cache-dtype", choices=["bf16", "fp8"], default="bf16", help="of both (default bf16)")

@@ -3,7 +3,11 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +63,29 @@ def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, cap
         assert set(row["phases_us"]) == {phase for *_, phase in PHASES if phase != MTP} | {REST}
     page = plot_bench.svg(measured)
     assert "indexer" in page and page.count("<polyline") == 2
+
+
+@pytest.mark.parametrize(("flags", "eager"), [([], False), (["--vllm-eager"], True)])
+def test_vllm_runs_at_its_best_unless_told_otherwise(flags: list[str], eager: bool, monkeypatch) -> None:
+    """The flag reaches the other process, and vLLM there."""
+    commands, engines = list[list[str]](), list[dict[str, Any]]()
+
+    class Engine:
+        def __init__(self, model: str, **arguments: Any):
+            engines.append(arguments)
+            raise ZeroDivisionError("no vLLM here")
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+        commands.append(command[command.index("decode") :])
+        return subprocess.CompletedProcess(command, 0, stdout="[100.0]\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    (measured,) = bench._vllm_in_own_process(bench._parser().parse_args(["decode", "x", *flags]))
+    assert measured.name == f"vLLM {'eager' if eager else 'compiled'}, 128 tokens"
+    with pytest.raises(ZeroDivisionError):
+        bench._measure_vllm(bench._parser().parse_args(commands[0]))
+    assert engines[0]["enforce_eager"] is eager
 
 
 def test_drafts_are_one_phase_and_the_step_stays_as_it_was(tmp_path: Path) -> None:
