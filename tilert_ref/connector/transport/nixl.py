@@ -38,7 +38,7 @@ import torch
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
-from tilert_ref.connector.transport.copiers import side_by_side, wake_on_time
+from tilert_ref.connector.transport.copiers import giving_way, side_by_side, wake_on_time
 from tilert_ref.connector.transport.regions import Region, Regions
 
 BATCH_BYTES = 64 << 20
@@ -247,17 +247,22 @@ class NixlTransport:
         with self._turn(deadline - time.monotonic()):
             self._writes.append(write)
             self._advance(write)
-        wake_on_time()
+        if not write.settled.done():
+            wake_on_time()
+            with giving_way():
+                self._watch(write, deadline)
+        if not write.settled.done():
+            write.abandoned = True
+            threading.Thread(target=self._see_out, args=(write,), name="tilert-nixl-late", daemon=True).start()
+            raise TransferTimeout("the write missed its deadline and may still be going on", _quiet(write))
+        write.settled.result()
+
+    def _watch(self, write: _Write, deadline: float) -> None:
+        """Returns when the write has ended or the deadline has passed."""
         pause = POLL_MIN_S
-        while not write.settled.done():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                write.abandoned = True
-                threading.Thread(target=self._see_out, args=(write,), name="tilert-nixl-late", daemon=True).start()
-                raise TransferTimeout("the write missed its deadline and may still be going on", _quiet(write))
+        while not write.settled.done() and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(max(pause, self._rest(write)), remaining))
             pause = POLL_MIN_S if self._look(write, remaining) else min(POLL_GROWTH * pause, POLL_MAX_S)
-        write.settled.result()
 
     def _rest(self, write: _Write) -> float:
         """Seconds until the batch that moves may have ended."""
