@@ -85,7 +85,7 @@ class _Prepared(dict[str, Any]):
         self._numbers: dict[_Range, range] = {}  # of a range's pieces
         for whole in _ranges(copies):
             first = len(self.pieces)
-            self.pieces += _cut(whole, copiers)
+            self.pieces += _cut(*whole, copiers)
             self._numbers[whole] = range(first, len(self.pieces))
 
     def covers(self, copies: Sequence[Copy]) -> bool:
@@ -381,7 +381,9 @@ class NixlTransport:
 
     def _source(self, copies: Sequence[Copy]) -> tuple[int, str]:
         """(device, memory type) that the copies come from."""
-        regions = {self._regions.find(copy.src, copy.nbytes) for copy in copies}
+        start = min(copy.src for copy in copies)
+        region = self._regions.holding(start, max(copy.src + copy.nbytes for copy in copies) - start)
+        regions = [region] if region else [self._regions.find(copy.src, copy.nbytes) for copy in copies]
         places = {(_device(region), _memory_type(region)) for region in regions}
         if len(places) != 1:
             raise TransferError(f"one write cannot mix memory of {sorted(places)}")
@@ -483,9 +485,11 @@ def _resting_progress_thread(agent_class: type) -> Iterator[None]:
 
 def _ranges(copies: Sequence[Copy]) -> Iterator[_Range]:
     """The copies, cut where one is longer than BATCH_BYTES."""
-    for copy in copies:
-        for offset in range(0, copy.nbytes, BATCH_BYTES):
-            yield copy.src + offset, copy.dst + offset, min(BATCH_BYTES, copy.nbytes - offset)
+    for src, dst, nbytes, _, _ in copies:
+        while nbytes > BATCH_BYTES:
+            yield src, dst, BATCH_BYTES
+            src, dst, nbytes = src + BATCH_BYTES, dst + BATCH_BYTES, nbytes - BATCH_BYTES
+        yield src, dst, nbytes
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[list[_Range]]:
@@ -502,15 +506,12 @@ def _batches(copies: Sequence[Copy]) -> Iterator[list[_Range]]:
         yield batch
 
 
-def _cut(whole: _Range, copiers: int) -> list[_Range]:
+def _cut(src: int, dst: int, nbytes: int, copiers: int) -> list[_Range]:
     """A piece for each of the copiers, of whole pages but for the last. A range too small for that stays whole."""
-    src, dst, nbytes = whole
     step = nbytes // copiers // _PAGE * _PAGE if copiers else 0
-    if not step:
-        return [whole]
-    starts = [number * step for number in range(copiers)]
-    sizes = [step] * (copiers - 1) + [nbytes - starts[-1]]
-    return [(src + start, dst + start, size) for start, size in zip(starts, sizes, strict=True)]
+    last = (copiers - 1) * step if step else 0
+    pieces = [(src + start, dst + start, step) for start in range(0, last, step or 1)]
+    return [*pieces, (src + last, dst + last, nbytes - last)]
 
 
 def _quiet(write: _Write) -> "Future[None]":

@@ -37,10 +37,12 @@ class Regions:
             self._regions = {key: value for key, value in self._regions.items() if key != start}
         return region
 
+    def holding(self, address: int, nbytes: int) -> Region | None:
+        return next((region for region in self._regions.values() if region.holds(address, nbytes)), None)
+
     def find(self, address: int, nbytes: int) -> Region:
         """The region that holds the whole range. TransferError if none does."""
-        for region in self._regions.values():
-            if region.holds(address, nbytes):
-                return region
+        if (region := self.holding(address, nbytes)) is not None:
+            return region
         known = ", ".join(f"{r.start:#x}+{r.nbytes}" for r in self._regions.values()) or "none"
         raise TransferError(f"{nbytes} bytes at {address:#x} are not in registered memory ({known})")
