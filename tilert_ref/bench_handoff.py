@@ -29,7 +29,7 @@ import torch
 
 from tilert_ref import bench_extract
 from tilert_ref.bench_receiver import HOST, TIMEOUT_S, TINY_GLM5, Receiver, checksum
-from tilert_ref.connector import codec, wire
+from tilert_ref.connector import codec, huge_pages, wire
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.extract import Job, Part
 from tilert_ref.connector.layout import (
@@ -141,7 +141,7 @@ class Prefill:
         pool = StagingPool(layout, 0, torch.device("cpu"), None, self._sender.forget)
         self._slot = pool.acquire(self._tokens)
         self._slot.memory.copy_(torch.randint(0, 256, self._slot.memory.shape, dtype=torch.uint8))
-        self._copy = torch.zeros_like(self._slot.memory)
+        self._copy = huge_pages.private(self._slot.memory.nbytes).fill_(1)  # memory as good as the others have
         self._through = threading.Event()
         self.plan = self._plan()
 

@@ -9,6 +9,8 @@ import os
 import msgspec
 import torch
 
+from tilert_ref.connector import huge_pages
+
 PAGE = mmap.PAGESIZE
 NO_FD = -1
 
@@ -28,7 +30,7 @@ class SharedBuffer:
         if size != count * stride:
             raise ValueError(f"receive buffer has {size} bytes, {count} slots of this layout need {count * stride}")
         self.fd = fd
-        self._memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        self._memory = huge_pages.mapped(fd)
         self.slots = self._memory.view(count, stride)[:, :nbytes]
 
     @classmethod
