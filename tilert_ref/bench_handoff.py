@@ -49,7 +49,7 @@ FORMATS = {"fp8_ds_mla": FP8_DS_MLA, "bf16": BF16}
 ENTER_WAIT_S = 0.005
 """Between the receiver's word that it is about to wait and the handoff."""
 
-STAGES = ("announce to accept", "plan and hand to NIXL", "descriptors", "write", "end of write", "done", "wake-up")
+STAGES = ("announce to accept", "accept to NIXL", "descriptors", "write", "end of write", "done", "wake-up")
 """A handoff from announce to record, cut at `Marks`. Together they are all of it."""
 
 
@@ -60,8 +60,8 @@ class Marks:
     submitted: float = 0.0
     announced: float = 0.0
     accepted: float = 0.0
-    posting: float = 0.0  # NIXL's thread has the write
-    transfer: float = 0.0  # descriptors are made, NIXL is told to go
+    posting: float = 0.0  # what is ready to be written is known
+    transfer: float = 0.0  # its descriptors are chosen, NIXL is told to go
     moved: float = 0.0  # the transfer call is back; the same as the end of the write over CMA
     done_sent: float = 0.0
     done_read: float = 0.0
@@ -237,7 +237,7 @@ _LIBC.process_vm_writev.argtypes = (
 
 
 class _MarkedNixl(NixlTransport):
-    """Notes where its thread is with the write. A later batch of the same write overwrites what the first noted."""
+    """Notes where the sender's thread is with the write. A later batch of the same write overwrites what the first noted."""
 
     def __init__(self, prefill: Prefill) -> None:
         super().__init__(receiver=False)

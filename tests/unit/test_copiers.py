@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import nixl
-from tilert_ref.connector.transport.copiers import giving_way, side_by_side
+from tilert_ref.connector.transport.copiers import side_by_side
 from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _batches, _Prepared
 
 
@@ -93,18 +93,3 @@ def test_threads_share_no_processor_and_nobody_elses_are_touched() -> None:
         assert (os.sched_getaffinity(0), Path("/proc/thread-self/comm").read_text()) == (mine, name)
     finally:
         end.set()
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="no such policy")
-def test_giving_way_ends_with_its_block_and_leaves_a_chosen_policy_alone() -> None:
-    with pytest.raises(RuntimeError, match="within"), giving_way():
-        assert os.sched_getscheduler(0) == os.SCHED_BATCH
-        raise RuntimeError("within")
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        with giving_way():
-            pass
-        assert os.sched_getscheduler(0) == os.SCHED_BATCH
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

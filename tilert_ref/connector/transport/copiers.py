@@ -53,20 +53,6 @@ def wake_on_time() -> None:
         _LIBC.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 
-@contextlib.contextmanager
-def giving_way() -> Iterator[None]:
-    """This thread, when its sleep ends, waits until the thread that runs there rests. Without effect where the system
-    doesn't have that, or this thread has a policy of its own."""
-    ours = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
-    if ours:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        if ours:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
 def _tasks() -> set[int]:
     return {int(entry.name) for entry in _TASKS.iterdir()}
 

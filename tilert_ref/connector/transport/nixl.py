@@ -38,7 +38,7 @@ import torch
 
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
-from tilert_ref.connector.transport.copiers import giving_way, side_by_side, wake_on_time
+from tilert_ref.connector.transport.copiers import side_by_side, wake_on_time
 from tilert_ref.connector.transport.regions import Region, Regions
 
 BATCH_BYTES = 64 << 20
@@ -50,7 +50,7 @@ LAST_COPIES_S = 1.0  # for what copiers are at when the transport is closed
 POLL_GROWTH = 1.25
 EARLY = 0.9
 """Part of the time that the last writes took for as many bytes, after which a write is looked at for the first time. A
-look costs 0.03 ms of a processor that the copiers could use."""
+look may cost the copiers 0.1 ms, if they have no processor to spare."""
 COPIERS = 2
 MIN_SHARED_BYTES = 1 << 20  # a smaller batch is not cut for the copiers
 PROGRESS_PAUSE_US = 10_000  # longest sleep of UCX's progress thread; what arrives wakes it
@@ -247,10 +247,7 @@ class NixlTransport:
         with self._turn(deadline - time.monotonic()):
             self._writes.append(write)
             self._advance(write)
-        if not write.settled.done():
-            wake_on_time()
-            with giving_way():
-                self._watch(write, deadline)
+        self._watch(write, deadline)
         if not write.settled.done():
             write.abandoned = True
             threading.Thread(target=self._see_out, args=(write,), name="tilert-nixl-late", daemon=True).start()
@@ -259,6 +256,7 @@ class NixlTransport:
 
     def _watch(self, write: _Write, deadline: float) -> None:
         """Returns when the write has ended or the deadline has passed."""
+        wake_on_time()
         pause = POLL_MIN_S
         while not write.settled.done() and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(max(pause, self._rest(write)), remaining))
