@@ -237,7 +237,7 @@ _LIBC.process_vm_writev.argtypes = (
 
 
 class _MarkedNixl(NixlTransport):
-    """Notes where the sender's thread is with the write. A later batch of the same write overwrites what the first noted."""
+    """Notes where the sender is with the write. A later batch of the same write overwrites what the first noted."""
 
     def __init__(self, prefill: Prefill) -> None:
         super().__init__(receiver=False)

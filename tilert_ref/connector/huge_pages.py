@@ -25,7 +25,7 @@ _LIBC.mmap.argtypes = (
 def private(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], zeros: memory of this process alone. It takes no room before it is written."""
     reserved, start = _reserve(nbytes)
-    _advise(reserved, getattr(mmap, "MADV_HUGEPAGE", None), start, _round_up(nbytes))
+    _advise(reserved, getattr(mmap, "MADV_HUGEPAGE", None), start, round_up(nbytes))
     return torch.frombuffer(reserved, dtype=torch.uint8, offset=start, count=nbytes)
 
 
@@ -50,11 +50,11 @@ def mapped(fd: int) -> torch.Tensor:
 
 def _reserve(nbytes: int) -> tuple[mmap.mmap, int]:
     """Fresh memory, and where in it nbytes may lie in huge pages. It is unmapped together with what replaced it."""
-    reserved = mmap.mmap(-1, _round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    reserved = mmap.mmap(-1, round_up(nbytes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return reserved, -ctypes.addressof(ctypes.c_char.from_buffer(reserved)) % HUGE_PAGE
 
 
-def _round_up(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
     return -(-nbytes // HUGE_PAGE) * HUGE_PAGE
 
 

@@ -217,6 +217,7 @@ class NixlTransport:
             self._lock.release()
 
     def _prepare(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy]) -> _Prepared:
+        wake_on_time()  # this thread, when it watches the write
         prepared = _Prepared(hello_meta, copies, self._copiers)
         device, kind = self._source(copies)
         source = [(src, nbytes, device) for src, _, nbytes in prepared.pieces]
@@ -256,7 +257,6 @@ class NixlTransport:
 
     def _watch(self, write: _Write, deadline: float) -> None:
         """Returns when the write has ended or the deadline has passed."""
-        wake_on_time()
         pause = POLL_MIN_S
         while not write.settled.done() and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(max(pause, self._rest(write)), remaining))
