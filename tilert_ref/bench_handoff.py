@@ -29,7 +29,7 @@ import torch
 
 from tilert_ref import bench_extract
 from tilert_ref.bench_receiver import HOST, TIMEOUT_S, TINY_GLM5, Receiver, checksum
-from tilert_ref.connector import codec, wire
+from tilert_ref.connector import codec, huge_pages, wire
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.extract import Job, Part
 from tilert_ref.connector.layout import (
@@ -49,7 +49,7 @@ FORMATS = {"fp8_ds_mla": FP8_DS_MLA, "bf16": BF16}
 ENTER_WAIT_S = 0.005
 """Between the receiver's word that it is about to wait and the handoff."""
 
-STAGES = ("announce to accept", "plan and hand to NIXL", "descriptors", "write", "end of write", "done", "wake-up")
+STAGES = ("announce to accept", "accept to NIXL", "descriptors", "write", "end of write", "done", "wake-up")
 """A handoff from announce to record, cut at `Marks`. Together they are all of it."""
 
 
@@ -60,8 +60,8 @@ class Marks:
     submitted: float = 0.0
     announced: float = 0.0
     accepted: float = 0.0
-    posting: float = 0.0  # NIXL's thread has the write
-    transfer: float = 0.0  # descriptors are made, NIXL is told to go
+    posting: float = 0.0  # what is ready to be written is known
+    transfer: float = 0.0  # its descriptors are chosen, NIXL is told to go
     moved: float = 0.0  # the transfer call is back; the same as the end of the write over CMA
     done_sent: float = 0.0
     done_read: float = 0.0
@@ -141,7 +141,7 @@ class Prefill:
         pool = StagingPool(layout, 0, torch.device("cpu"), None, self._sender.forget)
         self._slot = pool.acquire(self._tokens)
         self._slot.memory.copy_(torch.randint(0, 256, self._slot.memory.shape, dtype=torch.uint8))
-        self._copy = torch.zeros_like(self._slot.memory)
+        self._copy = huge_pages.private(self._slot.memory.nbytes).fill_(1)  # memory as good as the others have
         self._through = threading.Event()
         self.plan = self._plan()
 
@@ -237,7 +237,7 @@ _LIBC.process_vm_writev.argtypes = (
 
 
 class _MarkedNixl(NixlTransport):
-    """Notes where its thread is with the write. A later batch of the same write overwrites what the first noted."""
+    """Notes where the sender is with the write. A later batch of the same write overwrites what the first noted."""
 
     def __init__(self, prefill: Prefill) -> None:
         super().__init__(receiver=False)

@@ -19,6 +19,7 @@ from tilert_ref.connector import codec, wire
 from tilert_ref.connector.layout import BufferLayout, model_profile, row_format
 from tilert_ref.connector.receiver import ReceiveServer
 from tilert_ref.connector.transport import make_transport
+from tilert_ref.decode_server.buffer import SharedBuffer
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -89,7 +90,7 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
 
 def _main(model: str, format_name: str, tokens: str, slots: str) -> None:
     layout = BufferLayout(MODELS[model], row_format(format_name), int(tokens))
-    buffer = torch.zeros(int(slots), layout.total_bytes, dtype=torch.uint8)
+    buffer = SharedBuffer.create(layout.total_bytes, int(slots)).slots
     server = ReceiveServer(layout, buffer, make_transport("nixl", HOST), HOST, 0)
     server.start()
     done_at = _watch_done()

@@ -1,33 +1,79 @@
 """NIXL's own threads: how a write is shared out among them, and where they run."""
 
+import itertools
 import os
 import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilert_ref.connector.layout import Copy
+from tilert_ref.connector.transport import nixl
 from tilert_ref.connector.transport.copiers import side_by_side
-from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _shared_out
+from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _batches, _Prepared
+
+
+def pieces(copies: list[Copy], copiers: int) -> list[tuple[int, int, int]]:
+    """(source, destination, bytes) of each descriptor of a write of these copies, in order."""
+    prepared = _Prepared({"nixl_meta": ""}, copies, copiers)
+    (batch,) = _batches(copies)
+    return [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]
 
 
 def test_each_copier_gets_as_many_descriptors_and_bytes_as_the_next() -> None:
     sizes = [2_162_688, 524_288, 540_672, 5 * 4096 + 17, 3 * 4096]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     batch = [Copy(start, (1 << 40) + start, size, 0, "kv") for start, size in zip(starts, sizes, strict=True)]
-    pieces = _shared_out(batch, 2)
-    halves = pieces[: len(sizes)], pieces[len(sizes) :]
+    shared = pieces(batch, 2)
+    halves = shared[: len(sizes)], shared[len(sizes) :]
     assert [len(half) for half in halves] == [len(sizes)] * 2
     nbytes = [sum(size for *_, size in half) for half in halves]
     assert abs(nbytes[0] - nbytes[1]) <= 2 * 4096 * len(sizes)
-    assert all(dst - src == 1 << 40 for src, dst, _ in pieces)
-    covered = sorted((src, src + size) for src, _, size in pieces)
+    assert all(dst - src == 1 << 40 for src, dst, _ in shared)
+    covered = sorted((src, src + size) for src, _, size in shared)
     assert [covered[0][0], *(end for _, end in covered)] == [*(start for start, _ in covered), sum(sizes)]
 
 
 @pytest.mark.parametrize(("copiers", "size"), [(0, 4 * MIN_SHARED_BYTES), (2, MIN_SHARED_BYTES - 1), (2, 100)])
 def test_a_write_without_copiers_or_too_small_for_them_stays_whole(copiers: int, size: int) -> None:
-    assert _shared_out([Copy(4096, 8192, size, 0, "kv")], copiers) == [(4096, 8192, size)]
+    """NIXL puts descriptors that adjoin together."""
+    made = pieces([Copy(4096, 8192, size, 0, "kv")], copiers)
+    ends = [src + nbytes for src, _, nbytes in made]
+    assert [src for src, *_ in made] == [4096, *ends[:-1]] and ends[-1] == 4096 + size
+    assert all(dst - src == 4096 for src, dst, _ in made)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 1 << 20), min_size=1, max_size=6),
+    limit=st.integers(1, 1 << 18),
+    copiers=st.integers(0, 3),
+    data=st.data(),
+)
+def test_any_part_of_what_was_prepared_is_every_byte_of_it_once(
+    sizes: list[int], limit: int, copiers: int, data: st.DataObject
+) -> None:
+    limit = max(limit, max(sizes) // 8)
+    starts = [sum(sizes[:number]) + 4096 * number for number in range(len(sizes))]
+    copies = [Copy(start, start + (1 << 40), size, 0, "kv") for start, size in zip(starts, sizes, strict=True)]
+    part = data.draw(st.lists(st.sampled_from(copies), unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl, "BATCH_BYTES", limit)
+        prepared = _Prepared({"nixl_meta": ""}, copies, copiers)
+        assert prepared.covers(part)
+        assert not prepared.covers([Copy(1 << 39, 1 << 41, 5, 0, "kv")])
+        batches = list(_batches(part))
+    moved: list[tuple[int, int]] = []
+    for batch in batches:
+        chosen = [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]
+        assert sum(nbytes for *_, nbytes in chosen) <= limit
+        assert all(nbytes > 0 and dst - src == 1 << 40 for src, dst, nbytes in chosen)
+        moved += [(src, src + nbytes) for src, _, nbytes in chosen]
+    moved.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(moved))
+    assert sum(end - start for start, end in moved) == sum(copy.nbytes for copy in part)
+    assert all(any(c.src <= start and end <= c.src + c.nbytes for c in part) for start, end in moved)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")

@@ -411,6 +411,9 @@ class Stuck:
     def register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
         pass
 
+    def prepared(self, meta: dict[str, Any], copies: object) -> "contextlib.nullcontext[dict[str, Any]]":
+        return contextlib.nullcontext(meta)
+
     def write(self, *_: Any) -> None:
         raise self._error(self.settled)
 

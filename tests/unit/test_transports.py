@@ -93,6 +93,32 @@ def test_scattered_copies_arrive_and_nothing_else_changes(sender: Transport, pee
         assert peer.read() == wanted
 
 
+def test_what_was_prepared_is_written_in_parts_and_nothing_before(sender: Transport, peer: Peer) -> None:
+    source, unit = Source(sender), NBYTES // 4
+    copies = [copy(source, peer, at * unit, (3 - at) * unit, unit - at) for at in range(4)]
+    with sender.prepared(peer.meta, copies) as meta:
+        assert peer.read() == bytes(NBYTES)
+        sender.write(meta, copies[2:], TAG, soon())
+        assert peer.read()[2 * unit :] == bytes(NBYTES - 2 * unit)
+        sender.write(meta, copies[:1], TAG, soon())
+        sender.write(meta, [copy(source, peer, 5, 2 * unit, 7)], TAG, soon())  # not one of them: legal too
+    got = peer.read()
+    assert got[3 * unit :] == source.bytes(0, unit)
+    assert got[2 * unit : 2 * unit + 8] == source.bytes(5, 7) + b"\0"
+    assert got[unit : 2 * unit - 2] == source.bytes(2 * unit, unit - 2)
+    assert got[: unit - 3] == source.bytes(3 * unit, unit - 3)
+
+
+def test_what_cannot_be_prepared_is_an_error_of_the_write(sender: Transport, peer: Peer) -> None:
+    source = Source(sender)
+    wrong = [copy(source, peer, NBYTES - 8, 0, 9)]
+    with sender.prepared(peer.meta, wrong) as meta, pytest.raises(TransferError, match="not in registered memory"):
+        sender.write(meta, wrong, TAG, soon())
+    with sender.prepared({}, wrong) as meta, pytest.raises(TransferError):
+        sender.write(meta, [copy(source, peer, 0, 0, 8)], TAG, soon())
+    assert peer.read() == bytes(NBYTES)
+
+
 def test_a_copy_bigger_than_batch_and_chunk(sender: Transport, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "BATCH_BYTES", 70_001)
     monkeypatch.setattr(mooncake, "CHUNK_BYTES", 70_001)
@@ -182,6 +208,7 @@ def test_close_ends_a_write_that_is_going_on(sender: Transport, own_peer: Peer) 
 
     thread = threading.Thread(target=write)
     thread.start()
+    time.sleep(0.5)  # it has been posted, where the transport has that
     sender.close()
     thread.join(timeout=30)
     assert not thread.is_alive()

@@ -10,7 +10,7 @@ Source: protocol.md sections 8 (layout, versions), 7.1 (write plan), 11 (worked 
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -357,8 +357,7 @@ class BufferLayout:
             raise LayoutError(f"seq_len {seq_len} does not fit a buffer for 1..{self.max_seq_len} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Move nbytes from absolute address src to absolute address dst."""
 
     src: int
@@ -393,6 +392,8 @@ def write_plan(
     src_planes = src.bases_at(src_bases)
     planes = PLANES if src.profile.has_index else PLANES[:2]
     ordered = sorted(layers)
+    for layer in ordered:
+        src.check_layer(layer)
     columns = [
         zip(
             _addresses(src, src_planes, plane, ordered),
@@ -403,7 +404,7 @@ def write_plan(
         )
         for plane in planes
     ]
-    return [Copy(*row) for rows in zip(*columns, strict=True) for row in rows]
+    return list(map(Copy._make, itertools.chain.from_iterable(zip(*columns, strict=True))))
 
 
 def _addresses(layout: BufferLayout, bases: PlaneBases, plane: Plane, layers: Sequence[int]) -> list[int]:
@@ -411,10 +412,8 @@ def _addresses(layout: BufferLayout, bases: PlaneBases, plane: Plane, layers: Se
     shards: list[int] = getattr(bases, plane)
     if len(shards) != layout.nshards:
         raise LayoutError(f"{len(shards)} {plane} addresses for {layout.nshards} shards")
-    for layer in layers:
-        layout.check_layer(layer)
-    stride = layout.layer_bytes(plane)
-    return [shards[layer % layout.nshards] + layer // layout.nshards * stride for layer in layers]
+    stride, nshards = layout.layer_bytes(plane), layout.nshards
+    return [shards[layer % nshards] + layer // nshards * stride for layer in layers]
 
 
 def _check_compatible(src: BufferLayout, dst: BufferLayout) -> None:

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilert_ref.connector import codec, wire
 from tilert_ref.connector.allow import LOOPBACK_HOSTS, AllowList, endpoint_host
@@ -279,17 +280,18 @@ class _Attempt:
         self._register(transport)
         self._announce()
         plan = self._plan(self._hello)  # while the node decides; its answer seldom names another slot
-        self._accept = self._answer()
-        hello = codec.destination(self._hello, self._accept)
-        if hello is not self._hello:
-            codec.check_destination(hello, config.layout)
-            plan = self._plan(hello)
-        while parts := self._job.take(PART_TIMEOUT_S):
+        with transport.prepared(self._hello.meta(), list(itertools.chain.from_iterable(plan.values()))) as meta:
+            self._accept = self._answer()
+            hello = codec.destination(self._hello, self._accept)
+            if hello is not self._hello:
+                codec.check_destination(hello, config.layout)
+                plan = self._plan(hello)
+            while parts := self._job.take(PART_TIMEOUT_S):
+                self._check_alive()
+                self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
+                self._write(transport, meta, plan, parts)
             self._check_alive()
-            self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
-            self._write(transport, hello, plan, parts)
-        self._check_alive()
-        self._send_done(True)
+            self._send_done(True)
 
     def _connect(self) -> None:
         self._unreachable = True
@@ -328,7 +330,7 @@ class _Attempt:
             transport.register(slot.memory.data_ptr(), slot.memory.nbytes, slot.memory)
             slot.registered = True
 
-    def _write(self, transport: Transport, hello: Hello, plan: _Plan, parts: list[Part]) -> None:
+    def _write(self, transport: Transport, meta: dict[str, Any], plan: _Plan, parts: list[Part]) -> None:
         for part in parts:
             if part.ready is not None:
                 part.ready.synchronize()
@@ -336,11 +338,11 @@ class _Attempt:
         copies = [copy for copy, part in mine if copy.plane in part.planes]
         tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
-            transport.write(hello.meta(), copies, tag, _deadline(self._config.write_timeout_s))
+            transport.write(meta, copies, tag, _deadline(self._config.write_timeout_s))
         except TransferTimeout:
             raise
         except TransferError as error:
-            raise TransferError(f"{error}{self._version_note(hello)}") from error
+            raise TransferError(f"{error}{self._version_note()}") from error
 
     def _plan(self, hello: Hello) -> _Plan:
         """Every copy that this rank may make into hello's slot, by layer."""
@@ -358,8 +360,9 @@ class _Attempt:
         message = Done(done=done, rid=accept.rid, rank=accept.rank, generation=accept.generation, error=error)
         self._connection.send(message, _deadline(HANDSHAKE_TIMEOUT_S))
 
-    def _version_note(self, hello: Hello) -> str:
+    def _version_note(self) -> str:
         """Different NIXL versions may not talk to each other, and their own error does not say so."""
+        hello = self._hello
         ours, theirs = self._config.geometry.nixl_version, hello.tilert_ref and hello.tilert_ref.nixl_version
         return f" (NIXL {theirs} at decode, {ours} here)" if ours and theirs and ours != theirs else ""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilert_ref.connector import huge_pages
 from tilert_ref.connector.layout import BufferLayout, plane_views
 
 MIN_SLOT_TOKENS = 256
@@ -99,9 +100,14 @@ class StagingPool:
                 f"{seq_len} tokens need {layout.shard_bytes} bytes of staging; {self._total_bytes} of "
                 f"{self._max_bytes} (tilert_max_staging_bytes) are in use"
             )
-        memory = torch.empty(layout.shard_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        memory = self._memory(layout.shard_bytes)
         self._total_bytes += layout.shard_bytes
         return Slot(layout, self._rank, memory)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        if self._device.type == "cpu" and not self._pinned:
+            return huge_pages.private(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
 
     def _capacity(self, seq_len: int) -> int:
         """Tokens of a new slot: a power of two, so that prompts of similar length share slots."""

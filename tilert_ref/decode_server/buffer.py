@@ -10,6 +10,8 @@ import os
 import msgspec
 import torch
 
+from tilert_ref.connector import huge_pages
+
 PAGE = mmap.PAGESIZE
 NO_FD = -1
 
@@ -25,17 +27,17 @@ class SharedBuffer:
 
     def __init__(self, fd: int, nbytes: int, count: int = 1) -> None:
         """Maps an existing descriptor. Raises ValueError if the memory behind it has another size."""
-        size, stride = os.fstat(fd).st_size, _stride(nbytes)
-        if size != count * stride:
-            raise ValueError(f"receive buffer has {size} bytes, {count} slots of this layout need {count * stride}")
+        size, needed, stride = os.fstat(fd).st_size, _file_bytes(nbytes, count), _stride(nbytes)
+        if size != needed:
+            raise ValueError(f"receive buffer has {size} bytes, {count} slots of this layout need {needed}")
         self.fd = fd
-        self._memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-        self.slots = self._memory.view(count, stride)[:, :nbytes]
+        self._memory = huge_pages.mapped(fd)
+        self.slots = self._memory[: count * stride].view(count, stride)[:, :nbytes]
 
     @classmethod
     def create(cls, nbytes: int, count: int = 1) -> "SharedBuffer":
         fd = os.memfd_create("tilert_ref receive buffer")
-        os.ftruncate(fd, count * _stride(nbytes))
+        os.ftruncate(fd, _file_bytes(nbytes, count))
         return cls(fd, nbytes, count)
 
     def pin(self) -> bool:
@@ -94,6 +96,11 @@ class DeviceBuffer:
 
 
 ReceiveBuffer = SharedBuffer | DeviceBuffer
+
+
+def _file_bytes(nbytes: int, count: int) -> int:
+    """Of the memfd: whole huge pages, so that the last slot lies in them too."""
+    return huge_pages.round_up(count * _stride(nbytes))
 
 
 def _stride(nbytes: int) -> int:

@@ -1,6 +1,6 @@
 """Data plane: move byte ranges from this process's memory into a receiver's, nothing else (protocol.md 7).
 
-    sender     register(staging)   write(hello's meta, copies, tag, deadline)
+    sender     register(staging)   prepared(hello's meta, copies)   write(meta, copies, tag, deadline)
     receiver   register(slot) ...  local_meta(address) -> merged into hello      admit(tags)
 
 `nixl` and `mooncake` write one-sided: the receiver cannot refuse. `zmq` asks the receiver to write: slower, works
@@ -9,6 +9,7 @@ everywhere, and a late write is refused. That difference is `fenced`.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,11 +74,15 @@ class Transport(Protocol):
         """Receiver: from now on only writes with these tags are legal, each within the registered region at its
         address. No effect unless fenced."""
 
+    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> AbstractContextManager[dict[str, Any]]:
+        """Gets ready for writes of some of these copies, and moves none. In the context its value may stand for
+        hello_meta in `write`. Raises nothing: what is wrong is left to the write."""
+
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         """Blocks until every byte is in the receiver's memory.
 
         Args:
-            hello_meta: the receiver's `local_meta()` as it came in hello.
+            hello_meta: the receiver's `local_meta()` as it came in hello, or what `prepared` made of it.
             tag: names the transfer, see `write_tag`.
             deadline: `time.monotonic()` value.
 

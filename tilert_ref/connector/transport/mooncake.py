@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,9 @@ class MooncakeTransport:
 
     def admit(self, tags: Mapping[bytes, int]) -> None:
         """One-sided writes cannot be refused."""
+
+    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> AbstractContextManager[dict[str, Any]]:
+        return contextlib.nullcontext(hello_meta)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         session = _session(hello_meta)

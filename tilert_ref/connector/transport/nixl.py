@@ -1,10 +1,13 @@
 """NIXL over UCX: one-sided writes into a receiver's registered memory.
 
-One thread owns the agent; everybody else hands it commands. What platform.md section 1 measured shapes the rest:
+One thread at a time uses the agent, the one that holds the lock. A writer posts and watches its write itself: handing
+it to another thread and back took 0.15 ms. What platform.md section 1 measured shapes the rest:
 
-- A write whose deadline has passed goes on, also after its handle was released. So its handle stays here and is polled
-  until it ends; `TransferTimeout.settled` says when. Whoever gave up must keep the source, and the control connection,
-  until then.
+- A write whose deadline has passed goes on, also after its handle was released. So its handle stays here, and a thread
+  polls it until it ends; `TransferTimeout.settled` says when. Whoever gave up must keep the source, and the control
+  connection, until then.
+- Making descriptors takes longer than choosing some of those that are there. So they are made while the receiver thinks
+  about the announce, for every copy that may come.
 - Over shared memory (CMA) whoever posts a write copies it, and `transfer` keeps Python's lock meanwhile: vLLM's forward
   pass stands still. So a sender of host memory posts to UCX's own threads, `COPIERS` of them: together they copy twice
   as fast as one. Without them `transfer` blocks for the whole copy.
@@ -17,15 +20,15 @@ One thread owns the agent; everybody else hands it commands. What platform.md se
 import base64
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
-import queue
 import sys
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -40,13 +43,14 @@ from tilert_ref.connector.transport.regions import Region, Regions
 
 BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
-COMMAND_TIMEOUT_S = 60.0  # starting UCX takes 0.5 to 2 s, more on a loaded machine
+PATIENCE_S = 60.0  # with other threads' use of the agent. Starting UCX takes 0.5 to 2 s, more on a loaded machine
+CLOSE_PATIENCE_S = 10.0
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
 LAST_COPIES_S = 1.0  # for what copiers are at when the transport is closed
 POLL_GROWTH = 1.25
-EARLY = 0.85
+EARLY = 0.9
 """Part of the time that the last writes took for as many bytes, after which a write is looked at for the first time. A
-look costs 0.05 ms of a processor that the copiers could use."""
+look may cost the copiers 0.1 ms, if they have no processor to spare."""
 COPIERS = 2
 MIN_SHARED_BYTES = 1 << 20  # a smaller batch is not cut for the copiers
 PROGRESS_PAUSE_US = 10_000  # longest sleep of UCX's progress thread; what arrives wakes it
@@ -65,22 +69,57 @@ def nixl_version() -> str | None:
     return None
 
 
+_Range = tuple[int, int, int]
+"""Source, destination, bytes."""
+
+
+class _Prepared(dict[str, Any]):
+    """A receiver's hello meta, and descriptors of what may be written there."""
+
+    def __init__(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], copiers: int) -> None:
+        super().__init__(hello_meta)
+        self.meta, self.device = _remote_meta(hello_meta)
+        self.pieces: list[_Range] = []
+        self.lists: tuple[Any, ...] = ()  # NIXL's, of sources and destinations, one descriptor for each piece
+        self.failed = False
+        self._numbers: dict[_Range, range] = {}  # of a range's pieces
+        for whole in _ranges(copies):
+            first = len(self.pieces)
+            self.pieces += _cut(*whole, copiers)
+            self._numbers[whole] = range(first, len(self.pieces))
+
+    def covers(self, copies: Sequence[Copy]) -> bool:
+        return all(whole in self._numbers for whole in _ranges(copies))
+
+    def chosen(self, batch: Sequence[_Range], copiers: int) -> list[int]:
+        """Numbers of the batch's descriptors.
+
+        NIXL gives each copier as many descriptors as the next, one after the other. So if the batch is worth it, the
+        first pieces of all ranges come first, and all copiers get as many bytes. In the order of the ranges otherwise:
+        NIXL puts pieces that adjoin together again.
+        """
+        numbers = [self._numbers[whole] for whole in batch]
+        if not copiers or sum(nbytes for *_, nbytes in batch) < MIN_SHARED_BYTES:
+            return list(itertools.chain.from_iterable(numbers))
+        return [of_range[turn] for turn in range(copiers) for of_range in numbers if turn < len(of_range)]
+
+
 @dataclass(eq=False)
 class _Write:
-    """One `write` call as the owner thread sees it."""
+    """One `write` call."""
 
-    waiting: deque[list[Copy]]  # batches
-    meta: bytes
-    device: int
+    waiting: deque[list[_Range]]  # batches
+    prepared: _Prepared
     settled: "Future[None]" = field(default_factory=Future)  # done when no byte moves any more; raises if it failed
     abandoned: bool = False
     handle: Any = None
     posted: float = 0.0  # time.monotonic() of the batch that moves
     nbytes: int = 0  # of that batch
+    seen_moving: bool = False  # that batch, by a look after it was posted
 
 
 class NixlTransport:
-    """Both ends. The agent and its thread start at first use.
+    """Both ends. The agent starts at first use.
 
     receiver: True starts UCX's own progress thread, without which nothing arrives over TCP while nobody calls NIXL.
     copiers: threads that write for a sender; 0 for none, then `transfer` does it itself.
@@ -93,100 +132,165 @@ class NixlTransport:
         self._receiver = receiver
         self._copiers = 0 if receiver else copiers
         self._regions = Regions()
-        # Not SimpleQueue: its get with a short timeout can wait for ever (seen with CPython 3.11, once in thousands of
-        # puts), and a write would rest until the next command.
-        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._closed = False
-        self._agent: Any = None  # from here on: owner thread only
+        self._lock = threading.Lock()
+        self._agent: Any = None  # from here on: for whoever holds the lock
         self._registrations: dict[int, Any] = {}
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
+        self._prepared: dict[int, _Prepared] = {}  # by id
         self._writes: list[_Write] = []
         self._s_per_byte = 0.0  # as the last writes took
 
     def start(self) -> None:
-        self._call(self._started)
+        with self._turn():
+            self._started()
 
     def register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
-        self._call(lambda: self._register(ptr, nbytes, tensor))
+        region = Region(ptr, nbytes, tensor)
+        descriptor = [(ptr, nbytes, _device(region), "")]
+        with self._turn():
+            self._registrations[ptr] = self._started().register_memory(descriptor, _memory_type(region))
+            self._regions.add(ptr, nbytes, tensor)
 
     def unregister(self, ptr: int) -> None:
-        with contextlib.suppress(TransferError):  # closed: the agent is gone, and its registrations with it
-            self._submit(lambda: self._unregister(ptr))
+        region = self._regions.remove(ptr)
+        if region is not None:  # not on this thread: NIXL may be busy
+            arguments = (ptr, region)
+            threading.Thread(target=self._deregister, args=arguments, name="tilert-nixl-forget", daemon=True).start()
 
     def local_meta(self, address: str) -> dict[str, Any]:
-        return self._call(self._local_meta)
+        with self._turn():
+            regions = [self._regions.find(ptr, 1) for ptr in self._registrations]
+            if len({_device(region) for region in regions}) != 1:
+                raise TransferError("NIXL needs the receive buffer on exactly one device: hello names only one")
+            encoded = base64.b64encode(self._started().get_agent_metadata()).decode()
+            return {"nixl_meta": encoded, "nixl_dev": _device(regions[0])}
 
     def admit(self, tags: Mapping[bytes, int]) -> None:
         """One-sided writes cannot be refused."""
 
-    def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
-        write = _Write(deque(_batches(copies)), *_remote_meta(hello_meta))
-        self._submit(lambda: self._writes.append(write))
+    @contextlib.contextmanager
+    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> Iterator[dict[str, Any]]:
+        prepared = None
+        with contextlib.suppress(TransferError):  # the write will meet it again
+            prepared = self._prepare(hello_meta, copies)
         try:
-            write.settled.result(timeout=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            write.abandoned = True
-            raise TransferTimeout("the write missed its deadline and may still be going on", _quiet(write)) from None
+            yield hello_meta if prepared is None else prepared
+        finally:
+            if prepared is not None:
+                self._forget(prepared)
+
+    def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
+        if not copies:
+            return
+        if isinstance(hello_meta, _Prepared) and hello_meta.covers(copies):
+            self._write(hello_meta, copies, deadline)
+            return
+        prepared = self._prepare(hello_meta, copies)
+        try:
+            self._write(prepared, copies, deadline)
+        finally:
+            self._forget(prepared)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-        if thread is not None:
-            self._commands.put(None)
-            thread.join(timeout=10)
+        self._closed = True
+        if self._lock.acquire(timeout=CLOSE_PATIENCE_S):
+            try:
+                self._shut_down()
+            finally:
+                self._lock.release()
 
-    # Callers' side of the command queue.
-
-    def _submit(self, command: Callable[[], None]) -> None:
-        with self._lock:
+    @contextlib.contextmanager
+    def _turn(self, patience: float = PATIENCE_S) -> Iterator[None]:
+        """This thread's turn with the agent. What NIXL raises comes out as TransferError."""
+        if not self._lock.acquire(timeout=max(0.0, patience)):
+            raise TransferError(f"NIXL did not answer within {patience:.1f} s")
+        try:
             if self._closed:
                 raise TransferError("the NIXL transport is closed")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tilert-nixl", daemon=True)
-                self._thread.start()
-            self._commands.put(command)
+            yield
+        except TransferError:
+            raise
+        except Exception as error:  # NIXL's exceptions have no base class
+            raise _transfer_error(error) from error
+        finally:
+            self._lock.release()
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """Runs function on the owner thread and returns what it returned. Its errors come back as TransferError."""
-        result: Future[Any] = Future()
-
-        def command() -> None:
+    def _prepare(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy]) -> _Prepared:
+        wake_on_time()  # this thread, when it watches the write
+        prepared = _Prepared(hello_meta, copies, self._copiers)
+        device, kind = self._source(copies)
+        source = [(src, nbytes, device) for src, _, nbytes in prepared.pieces]
+        # The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours.
+        target = [(dst, nbytes, prepared.device) for _, dst, nbytes in prepared.pieces]
+        with self._turn():
+            agent, remote = self._started(), self._remote(prepared.meta)
+            local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", source, kind)
             try:
-                result.set_result(function())
-            except Exception as error:  # NIXL's exceptions have no base class
-                result.set_exception(_transfer_error(error))
+                prepared.lists = local, agent.prep_xfer_dlist(remote, target, kind)
+            except Exception:
+                agent.release_dlist_handle(local)
+                self._forget_remote_if_idle(prepared.meta)
+                raise
+            self._prepared[id(prepared)] = prepared
+        return prepared
 
-        self._submit(command)
-        try:
-            return result.result(timeout=COMMAND_TIMEOUT_S)
-        except TimeoutError:
-            raise TransferError(f"NIXL did not answer within {COMMAND_TIMEOUT_S:.0f} s") from None
+    def _forget(self, prepared: _Prepared) -> None:
+        """What has been posted goes on: NIXL has copied the descriptors."""
+        with contextlib.suppress(TransferError), self._turn():
+            del self._prepared[id(prepared)]
+            self._release_lists(prepared)
+            if prepared.failed:
+                self._forget_remote_if_idle(prepared.meta)
 
-    # Owner thread.
+    def _write(self, prepared: _Prepared, copies: Sequence[Copy], deadline: float) -> None:
+        write = _Write(deque(_batches(copies)), prepared)
+        with self._turn(deadline - time.monotonic()):
+            self._writes.append(write)
+            self._advance(write)
+        self._watch(write, deadline)
+        if not write.settled.done():
+            write.abandoned = True
+            threading.Thread(target=self._see_out, args=(write,), name="tilert-nixl-late", daemon=True).start()
+            raise TransferTimeout("the write missed its deadline and may still be going on", _quiet(write))
+        write.settled.result()
 
-    def _run(self) -> None:
-        wake_on_time()
+    def _watch(self, write: _Write, deadline: float) -> None:
+        """Returns when the write has ended or the deadline has passed."""
         pause = POLL_MIN_S
-        while True:
-            try:
-                command = self._commands.get(timeout=max(pause, self._rest()) if self._writes else None)
-            except queue.Empty:
-                pause = POLL_MIN_S if self._poll_writes() else min(POLL_GROWTH * pause, POLL_MAX_S)
-                continue
-            if command is None:
-                break
-            command()
-            self._poll_writes()  # a new write starts now, not after the pause
-            pause = POLL_MIN_S
-        self._shut_down()
+        while not write.settled.done() and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(max(pause, self._rest(write)), remaining))
+            pause = POLL_MIN_S if self._look(write, remaining) else min(POLL_GROWTH * pause, POLL_MAX_S)
 
-    def _rest(self) -> float:
-        """Seconds until the first of the batches that move may have ended."""
-        due = (write.posted + EARLY * write.nbytes * self._s_per_byte for write in self._writes)
-        return min(min(due) - time.monotonic(), POLL_MAX_S)
+    def _rest(self, write: _Write) -> float:
+        """Seconds until the batch that moves may have ended."""
+        if write.handle is None:
+            return 0.0
+        return min(write.posted + EARLY * write.nbytes * self._s_per_byte - time.monotonic(), POLL_MAX_S)
+
+    def _look(self, write: _Write, patience: float) -> bool:
+        """True if the write has moved on."""
+        if not self._lock.acquire(timeout=patience):
+            return False
+        try:
+            return write.settled.done() or self._advance(write)
+        finally:
+            self._lock.release()
+
+    def _see_out(self, write: _Write) -> None:
+        while not write.settled.done():
+            time.sleep(POLL_MAX_S)
+            self._look(write, PATIENCE_S)
+
+    def _deregister(self, ptr: int, region: Region) -> None:
+        """region: kept until NIXL has let go of it."""
+        with contextlib.suppress(TransferError), self._turn():  # closed: the registrations went with the agent
+            try:
+                self._agent.deregister_memory(self._registrations.pop(ptr))
+            except Exception:  # the memory is merely pinned for longer
+                logger.exception("NIXL could not deregister the memory at %#x", region.start)
+
+    # From here on with the lock.
 
     def _shut_down(self) -> None:
         """Ends the writes that are going on.
@@ -203,6 +307,9 @@ class NixlTransport:
         else:
             for write in self._writes:
                 self._release(write)
+        for prepared in self._prepared.values():
+            self._release_lists(prepared)
+        self._prepared.clear()
         self._registrations.clear()
         self._agent = None
         for write in list(self._writes):
@@ -240,32 +347,6 @@ class NixlTransport:
         """Batches of two copies and more go to the copiers. NIXL without them takes the options and ignores them."""
         return {"num_threads": str(self._copiers), "split_batch_size": "2"} if self._copiers else {}
 
-    def _register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
-        region = Region(ptr, nbytes, tensor)
-        descriptor = [(ptr, nbytes, _device(region), "")]
-        self._registrations[ptr] = self._started().register_memory(descriptor, _memory_type(region))
-        self._regions.add(ptr, nbytes, tensor)
-
-    def _unregister(self, ptr: int) -> None:
-        self._regions.remove(ptr)
-        if (registration := self._registrations.pop(ptr, None)) is not None:
-            try:
-                self._agent.deregister_memory(registration)
-            except Exception:  # as in _call; the memory is merely pinned for longer
-                logger.exception("NIXL could not deregister the memory at %#x", ptr)
-
-    def _local_meta(self) -> dict[str, Any]:
-        regions = [self._regions.find(ptr, 1) for ptr in self._registrations]
-        if len({_device(region) for region in regions}) != 1:
-            raise TransferError("NIXL needs the receive buffer on exactly one device: hello names only one")
-        encoded = base64.b64encode(self._started().get_agent_metadata()).decode()
-        return {"nixl_meta": encoded, "nixl_dev": _device(regions[0])}
-
-    def _poll_writes(self) -> bool:
-        """Looks at every write once. True if one of them moved on."""
-        moved = [self._advance(write) for write in list(self._writes)]
-        return any(moved)
-
     def _advance(self, write: _Write) -> bool:
         """Takes the write as far as it goes without waiting. A write that was posted and is over at once (CMA) leaves
         its next batch to the next call, so that it does not hold up the others, and settles if there is none."""
@@ -273,36 +354,34 @@ class NixlTransport:
             if write.handle is not None:
                 state = self._agent.check_xfer_state(write.handle)
                 if state == "PROC":
+                    write.seen_moving = True
                     return False
                 self._finish_batch(write, state)
             if not write.abandoned and write.waiting:
                 self._post(write, write.waiting.popleft())
             if write.handle is None and (write.abandoned or not write.waiting):
                 self._settle(write, None)
-        except Exception as error:  # as in _call
+        except Exception as error:  # as in _turn
             self._release(write)
-            if not self._in_use(write.meta):
-                self._forget_remote(write.meta)
+            write.prepared.failed = True
+            self._forget_remote_if_idle(write.prepared.meta)
             self._settle(write, _transfer_error(error))
         return True
 
-    def _post(self, write: _Write, batch: list[Copy]) -> None:
-        agent = self._started()
-        device, kind = self._source(batch)
-        pieces = _shared_out(batch, self._copiers)
-        source = [(src, nbytes, device) for src, _, nbytes in pieces]
-        target = [(dst, nbytes, write.device) for _, dst, nbytes in pieces]
-        # The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours.
-        descriptors = agent.get_xfer_descs(source, kind), agent.get_xfer_descs(target, kind)
-        write.handle = agent.initialize_xfer("WRITE", *descriptors, self._remote(write.meta))
-        write.posted, write.nbytes = time.monotonic(), sum(copy.nbytes for copy in batch)
-        state = agent.transfer(write.handle)
+    def _post(self, write: _Write, batch: list[_Range]) -> None:
+        chosen = write.prepared.chosen(batch, self._copiers)
+        source, target = write.prepared.lists
+        write.handle = self._agent.make_prepped_xfer("WRITE", source, chosen, target, chosen)
+        write.posted, write.nbytes, write.seen_moving = time.monotonic(), sum(nbytes for *_, nbytes in batch), False
+        state = self._agent.transfer(write.handle)
         if state != "PROC":
             self._finish_batch(write, state)
 
-    def _source(self, batch: list[Copy]) -> tuple[int, str]:
-        """(device, memory type) that the batch lies on."""
-        regions = {self._regions.find(copy.src, copy.nbytes) for copy in batch}
+    def _source(self, copies: Sequence[Copy]) -> tuple[int, str]:
+        """(device, memory type) that the copies come from."""
+        start = min(copy.src for copy in copies)
+        region = self._regions.holding(start, max(copy.src + copy.nbytes for copy in copies) - start)
+        regions = [region] if region else [self._regions.find(copy.src, copy.nbytes) for copy in copies]
         places = {(_device(region), _memory_type(region)) for region in regions}
         if len(places) != 1:
             raise TransferError(f"one write cannot mix memory of {sorted(places)}")
@@ -313,13 +392,21 @@ class NixlTransport:
         if state != "DONE":
             raise TransferError(f"NIXL ended the write with {state}")
         took = (time.monotonic() - write.posted) / write.nbytes
-        self._s_per_byte += (took - self._s_per_byte) / 4
+        if write.seen_moving:
+            self._s_per_byte += (took - self._s_per_byte) / 4
+        else:  # it was over before that: the first write of all, which connects, must not delay looks for long
+            self._s_per_byte = EARLY * took
 
     def _release(self, write: _Write) -> None:
         handle, write.handle = write.handle, None
         if handle is not None:
             with contextlib.suppress(Exception):  # a failed handle may refuse; NIXL frees it with the agent
                 self._agent.release_xfer_handle(handle)
+
+    def _release_lists(self, prepared: _Prepared) -> None:
+        for handle in prepared.lists:
+            with contextlib.suppress(Exception):  # as in _release
+                self._agent.release_dlist_handle(handle)
 
     def _settle(self, write: _Write, error: TransferError | None) -> None:
         self._writes.remove(write)
@@ -339,7 +426,7 @@ class NixlTransport:
     def _add_remote(self, meta: bytes) -> str:
         try:
             return _text(self._agent.add_remote_agent(meta))
-        except Exception:  # as in _call: a restarted receiver may come back under a name that we know
+        except Exception:  # as in _turn: a restarted receiver may come back under a name that we know
             for known in [meta for meta in self._remotes if not self._in_use(meta)]:
                 self._forget_remote(known)
             return _text(self._agent.add_remote_agent(meta))
@@ -350,7 +437,12 @@ class NixlTransport:
             self._forget_remote(meta)
 
     def _in_use(self, meta: bytes) -> bool:
-        return any(write.meta == meta and write.handle is not None for write in self._writes)
+        moving = (write.prepared for write in self._writes if write.handle is not None)
+        return any(prepared.meta == meta for prepared in itertools.chain(self._prepared.values(), moving))
+
+    def _forget_remote_if_idle(self, meta: bytes) -> None:
+        if not self._in_use(meta):
+            self._forget_remote(meta)
 
     def _forget_remote(self, meta: bytes) -> None:
         name = self._remotes.pop(meta, None)
@@ -389,42 +481,35 @@ def _resting_progress_thread(agent_class: type) -> Iterator[None]:
             bindings.nixlAgentConfig = original
 
 
-def _batches(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Cuts the copies into lists of at most BATCH_BYTES; a bigger copy is cut itself."""
-    batch: list[Copy] = []
+def _ranges(copies: Sequence[Copy]) -> Iterator[_Range]:
+    """The copies, cut where one is longer than BATCH_BYTES."""
+    for src, dst, nbytes, _, _ in copies:
+        while nbytes > BATCH_BYTES:
+            yield src, dst, BATCH_BYTES
+            src, dst, nbytes = src + BATCH_BYTES, dst + BATCH_BYTES, nbytes - BATCH_BYTES
+        yield src, dst, nbytes
+
+
+def _batches(copies: Sequence[Copy]) -> Iterator[list[_Range]]:
+    """Lists of at most BATCH_BYTES."""
+    batch: list[_Range] = []
     room = BATCH_BYTES
-    for copy in copies:
-        if copy.nbytes <= room:
-            batch.append(copy)
-            room -= copy.nbytes
-            continue
-        for offset in range(0, copy.nbytes, BATCH_BYTES):
-            nbytes = min(BATCH_BYTES, copy.nbytes - offset)
-            if nbytes > room:
-                yield batch
-                batch, room = [], BATCH_BYTES
-            batch.append(Copy(copy.src + offset, copy.dst + offset, nbytes, copy.layer, copy.plane))
-            room -= nbytes
+    for whole in _ranges(copies):
+        if whole[2] > room:
+            yield batch
+            batch, room = [], BATCH_BYTES
+        batch.append(whole)
+        room -= whole[2]
     if batch:
         yield batch
 
 
-def _shared_out(batch: Sequence[Copy], copiers: int) -> list[tuple[int, int, int]]:
-    """(source, destination, bytes) for each descriptor.
-
-    NIXL gives each copier as many descriptors as the next, one after the other. So if the batch is worth it, each copy
-    is cut into a piece for every one of them, and all get as many bytes.
-    """
-    if not copiers or sum(copy.nbytes for copy in batch) < MIN_SHARED_BYTES:
-        return [(copy.src, copy.dst, copy.nbytes) for copy in batch]
-    pieces = []
-    for number in range(copiers):
-        for copy in batch:
-            cut = copy.nbytes // copiers // _PAGE * _PAGE
-            start, nbytes = number * cut, cut if number < copiers - 1 else copy.nbytes - number * cut
-            if nbytes:
-                pieces.append((copy.src + start, copy.dst + start, nbytes))
-    return pieces
+def _cut(src: int, dst: int, nbytes: int, copiers: int) -> list[_Range]:
+    """A piece for each of the copiers, of whole pages but for the last. A range too small for that stays whole."""
+    step = nbytes // copiers // _PAGE * _PAGE if copiers else 0
+    last = (copiers - 1) * step if step else 0
+    pieces = [(src + start, dst + start, step) for start in range(0, last, step or 1)]
+    return [*pieces, (src + last, dst + last, nbytes - last)]
 
 
 def _quiet(write: _Write) -> "Future[None]":

@@ -1,5 +1,6 @@
 """Which memory a transport may touch: registered regions, looked up by address."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -18,25 +19,30 @@ class Region:
 
 
 class Regions:
-    """Registered regions by start address. Not thread-safe by itself, but for `find`, which takes no lock."""
+    """Registered regions by start address. Thread-safe; `find` takes no lock."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._regions: dict[int, Region] = {}
 
     def add(self, start: int, nbytes: int, tensor: torch.Tensor) -> Region:
         region = Region(start, nbytes, tensor)
-        self._regions = self._regions | {start: region}
+        with self._lock:
+            self._regions = self._regions | {start: region}
         return region
 
     def remove(self, start: int) -> Region | None:
-        region = self._regions.get(start)
-        self._regions = {key: value for key, value in self._regions.items() if key != start}
+        with self._lock:
+            region = self._regions.get(start)
+            self._regions = {key: value for key, value in self._regions.items() if key != start}
         return region
+
+    def holding(self, address: int, nbytes: int) -> Region | None:
+        return next((region for region in self._regions.values() if region.holds(address, nbytes)), None)
 
     def find(self, address: int, nbytes: int) -> Region:
         """The region that holds the whole range. TransferError if none does."""
-        for region in self._regions.values():
-            if region.holds(address, nbytes):
-                return region
+        if (region := self.holding(address, nbytes)) is not None:
+            return region
         known = ", ".join(f"{r.start:#x}+{r.nbytes}" for r in self._regions.values()) or "none"
         raise TransferError(f"{nbytes} bytes at {address:#x} are not in registered memory ({known})")

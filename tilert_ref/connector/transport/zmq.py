@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ class ZmqTransport:
 
     def admit(self, tags: Mapping[bytes, int]) -> None:
         self._receiving().admit(tags)
+
+    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> AbstractContextManager[dict[str, Any]]:
+        return contextlib.nullcontext(hello_meta)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         endpoint = hello_meta.get("zmq_endpoint")
