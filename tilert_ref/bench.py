@@ -211,14 +211,27 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     command += ["--context", *map(str, args.context)]
     command += ["--vllm-eager"] if args.vllm_eager else []
     env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
-    if done.returncode:
-        raise RuntimeError(f"vLLM's half failed with status {done.returncode}:\n{done.stderr[-2000:]}")
+    speeds = _run_peer(command, env, args.timeout)
     measured = list[Measured]()
-    for context, speed in zip(args.context, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for context, speed in zip(args.context, speeds, strict=True):
         facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed}
         measured.append(Measured(f"vLLM {mode}, {context} tokens", speed, facts=facts))
     return measured
+
+
+def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[float]:
+    """What vLLM's half prints last. Raises RuntimeError with the end of its log if it failed or took longer."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        try:
+            status = subprocess.run(command, env=env, stdout=out, stderr=log, timeout=seconds, check=False).returncode
+            failure = f"failed with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
+        texts = [file.seek(0) or file.read() for file in (out, log)]
+    if failure:
+        ends = "\n".join(text[-2000:] for text in texts)
+        raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{ends}")
+    return json.loads(texts[0].splitlines()[-1])
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:

@@ -46,6 +46,7 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ROOM, TOKENS, LIMIT_MS = 1024, 32, 5.0
 LAYOUT = BufferLayout(model_profile(4, has_mtp=True, has_index=True), FP8_DS_MLA, ROOM)
+KEPT = list[SharedBuffer]()  # as in a server, which pins one and keeps it
 PLACES = [("zmq", "cpu"), ("nixl", "cpu"), ("nixl", "cuda")]
 
 
@@ -141,6 +142,7 @@ def test_injecting_glm5_in_all_its_layers(place: str, tokens: int, tmp_path: Pat
         slots = torch.zeros(1, layout.total_bytes, dtype=torch.uint8, device="cuda")
     else:
         buffer = SharedBuffer.create(layout.total_bytes)
+        KEPT.append(buffer)
         assert place == "pageable" or buffer.pin()
         slots = buffer.slots
     host = Host(engine, layout, slots, layers)

@@ -26,6 +26,9 @@ from tilert_ref.engine.model import add_rms_norm
 from tilert_ref.engine.numerics import Pointwise, SumOrder
 from tilert_ref.engine.rope import apply_rope
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+triton_attention = pytest.importorskip("tilert_ref.engine.triton_attention")
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
@@ -84,10 +87,43 @@ def test_products_of_heads_and_experts_are_those_of_single_matrices() -> None:
     assert products.fp8_product(a, s, codes, scales, torch.float32, ids).equal(torch.cat(alone))
 
 
+@triton.jit
+def _reciprocal_kernel(x, out, size, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, triton_attention._reciprocal(tl.load(x + i, mask=i < size, other=1.0)), mask=i < size)
+
+
+def reciprocal(x: torch.Tensor) -> torch.Tensor:
+    """The GPU's own, which torch has no function for; [H, 1]."""
+    out = torch.empty_like(x)
+    _reciprocal_kernel[(1,)](x.contiguous(), out, x.numel(), SIZE=triton.next_power_of_2(x.numel()))
+    return out
+
+
 @pytest.mark.parametrize(("heads", "tokens", "chosen"), [(4, 1, 256), (4, 2, 200), (64, 1, 2048), (128, 2, 100)])
 @pytest.mark.parametrize("fp8", [True, False])
-def test_attention_is_the_emulated_one_but_for_exp2(heads: int, tokens: int, chosen: int, fp8: bool) -> None:
-    """The emulation's exp2 is torch's, the kernel's the GPU's own, as in FlashMLA: one result in some thousands."""
+def test_attention_has_the_emulated_bits(
+    heads: int, tokens: int, chosen: int, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulation runs on the GPU too, for its exp2, log2 and reciprocal."""
+    monkeypatch.setattr(hopper, "_reciprocal", reciprocal)
+    stored = quantize_fp8_ds_mla(torch.randn(3000, 512), torch.randn(3000, 64).to(BF16), ScaleRule.PLAIN)
+    values = torch.cat(dequantize_fp8_ds_mla(stored, ScaleRead.BF16), -1)
+    query = torch.randn(tokens, heads, 576).to(BF16).cuda()
+    slots = torch.stack([torch.randperm(3000)[:chosen] for _ in range(tokens)]).cuda()
+    scale = 192**-0.5
+    rows, form = (stored, hopper.attend_fp8_rows) if fp8 else (values, hopper.attend_bf16_rows)
+    counts = torch.full((tokens,), chosen, dtype=torch.int32, device="cuda")
+    place, values = (rows.cuda(), slots.int(), counts), values.cuda().float()
+    ours = tensor_cores.attention().attend(*query.split([512, 64], -1), *place, scale, not fp8)
+    theirs = torch.stack([form(q.float(), values[s], 512, scale) for q, s in zip(query, slots, strict=True)])
+    assert ours.equal(theirs.to(BF16))
+
+
+@pytest.mark.parametrize(("heads", "tokens", "chosen"), [(4, 1, 256), (64, 1, 2048)])
+@pytest.mark.parametrize("fp8", [True, False])
+def test_attention_is_that_of_a_cpu_but_for_exp2(heads: int, tokens: int, chosen: int, fp8: bool) -> None:
+    """And the reciprocal: one result in some thousands."""
     stored = quantize_fp8_ds_mla(torch.randn(3000, 512), torch.randn(3000, 64).to(BF16), ScaleRule.PLAIN)
     values = torch.cat(dequantize_fp8_ds_mla(stored, ScaleRead.BF16), -1)
     query = torch.randn(tokens, heads, 576).to(BF16)
@@ -161,7 +197,15 @@ class TestPointwise:
         ours = tensor_cores.pointwise().add_rms_norm(x.cuda(), residual.cuda(), weight[0].cuda(), 1e-6)
         theirs = add_rms_norm(x, residual, weight[0], 1e-6, Pointwise.FUSED)
         assert ours[1].cpu().equal(theirs[1])
-        assert equal_share(ours[0], theirs[0]) > 0.999
+        assert equal_share(ours[0], theirs[0]) > 0.999  # rsqrt is the GPU's
+        for width in (128, 512, 2048, 6144):
+            for before in (None, residual[:, :width].contiguous().cuda()):
+                part = x[:, :width].cuda()
+                out, stream = tensor_cores.pointwise().add_rms_norm(part, before, weight[0, :width].cuda(), 1e-6)
+                total = part if before is None else (part.float() + before.float()).to(BF16)
+                squares = hopper.sum_of_squares(total, before is not None)
+                normed = total.float() * torch.rsqrt(squares / width + 1e-6) * weight[0, :width].cuda().float()
+                assert stream.equal(total) and out.equal(normed.to(BF16))
         k, w, b = wide(tokens, 128).to(BF16), torch.randn(128), torch.randn(128)
         ours = tensor_cores.pointwise().layer_norm(k.cuda(), w.cuda(), b.cuda(), 1e-6)
         torch.testing.assert_close(ours.cpu(), F.layer_norm(k.float(), (128,), w, b, 1e-6).to(BF16))

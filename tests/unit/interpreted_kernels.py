@@ -5,7 +5,7 @@ import math
 import torch
 
 from tilert_ref.connector.rounding import INDEX_KEY_FLOOR, quantize_index
-from tilert_ref.engine import triton_attention, triton_products, triton_steps
+from tilert_ref.engine import triton_attention, triton_pointwise, triton_products, triton_steps
 from tilert_ref.engine.block_fp8 import (
     ActivationScale,
     BlockScale,
@@ -56,6 +56,18 @@ def index_scores() -> None:
     torch.testing.assert_close(ours[1, :71], theirs[1, :71], rtol=1e-4, atol=1e-4)
 
 
+def norms() -> None:
+    """In fp32: what is compared is which values are added and where they go; their order is a GPU's business."""
+    for tokens, width in ((2, 128), (1, 512), (2, 6144), (256, 2304)):
+        x, residual, weight = torch.randn(tokens, width), torch.randn(tokens, width), torch.randn(width)
+        for before in (None, residual):
+            out, stream = triton_pointwise.add_rms_norm(x, before, weight, 1e-6)
+            total = x if before is None else x + residual
+            assert stream.equal(total)
+            expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 def steps(num_drafts: int) -> None:
     """Three steps' bookkeeping as graph.py has it in torch; the last one runs behind the end of the room."""
     table = torch.randn(11, 2, 4)
@@ -89,6 +101,7 @@ if __name__ == "__main__":
     choice(20_032, [20_031, 9000, 255, 20, 12_345], 256)  # by many
     products()
     index_scores()
+    norms()
     for number in (0, 1, 3):
         steps(number)
     print("all equal")

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,11 +89,11 @@ def test_vllm_runs_at_its_best_unless_told_otherwise(flags: list[str], eager: bo
             engines.append(arguments)
             raise ZeroDivisionError("no vLLM here")
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+    def run(command: list[str], *_: Any) -> list[float]:
         commands.append(command[command.index("decode") :])
-        return subprocess.CompletedProcess(command, 0, stdout="[100.0]\n")
+        return [100.0]
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(bench, "_run_peer", run)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
     (measured,) = bench._vllm_in_own_process(bench._parser().parse_args(["decode", "x", *flags]))
     assert measured.name == f"vLLM {'eager' if eager else 'compiled'}, 128 tokens"
@@ -152,3 +151,13 @@ def test_a_filled_cache_is_legal_rows_and_keys(tmp_path: Path) -> None:
 def test_slices_that_are_not_there(name: str, layers: int, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         make_slice(tmp_path, name, layers)
+
+
+def test_a_peer_that_fails_or_takes_too_long_is_named_with_its_log() -> None:
+    say = "import sys, time; print('engine started', file=sys.stderr, flush=True); "
+    run = lambda code, seconds=60: bench._run_peer([sys.executable, "-c", say + code], {}, seconds)  # noqa: E731
+    assert run("print('[1.5, 2.5]')") == [1.5, 2.5]
+    with pytest.raises(RuntimeError, match="failed with status 3.*\n(.*\n)*engine started"):
+        run("sys.exit(3)")
+    with pytest.raises(RuntimeError, match="had not ended after 2 s.*--timeout.*\n(.*\n)*engine started"):
+        run("time.sleep(60)", 2)

@@ -1,7 +1,7 @@
 """The GPU kernels' logic where there is no GPU: Triton's interpreter runs them.
 
-Its bf16 is cut instead of rounded, so only kernels of whole numbers and of fp8 are held against torch here; tests/gpu
-has all, bit for bit.
+Its bf16 is cut instead of rounded, so only kernels of whole numbers, of fp8 and of fp32 are held against torch here;
+tests/gpu has all, bit for bit.
 """
 
 import importlib.util

@@ -10,7 +10,16 @@ from tilert_ref.engine.attention import attend
 from tilert_ref.engine.model import add_rms_norm, rms_norm
 from tilert_ref.engine.numerics import Pointwise
 from tilert_ref.engine.rope import apply_rope
-from tilert_ref.engine.vllm_hopper import attend_bf16_rows, attend_fp8_rows, bf16_dot, fp8_dot, operand
+from tilert_ref.engine.vllm_hopper import (
+    _lanes_sum,
+    _thread_sums,
+    attend_bf16_rows,
+    attend_fp8_rows,
+    bf16_dot,
+    fp8_dot,
+    operand,
+    sum_of_squares,
+)
 
 BF16 = torch.bfloat16
 
@@ -116,6 +125,39 @@ def test_norms_round_once_or_twice() -> None:
     assert stream.equal((x.float() + residual.float()).to(BF16))
     assert fused.equal(rms_norm(stream, w[0], 1e-5, Pointwise.FUSED))
     assert not fused.equal(add_rms_norm(x, residual, w[0], 1e-5, Pointwise.NATIVE)[0])
+
+
+def squares(width: int, *at: int, tokens: int = 1, added: bool = False) -> float:
+    """Less 2^24, the sum of squares of a row with 2^12 at 0 and 1 at these places: 1 is lost beside 2^24, 2 isn't."""
+    row = torch.zeros(tokens, width)
+    row[:, 0], row[:, list(at)] = 2**12, 1
+    return sum_of_squares(row, added)[0].item() - 2**24
+
+
+def test_the_order_of_a_norms_squares() -> None:
+    """Within a vector of 8, among the 32 threads of a warp, among warps."""
+    assert squares(512, 2, 3) == 0  # one value after the other
+    assert squares(512, 2, 3, added=True) == 2  # pairs
+    assert squares(512, 1, 2, added=True) == 0
+    assert squares(512, 8, 16) == 0  # threads 0 and 1 first, then both and the pair of 2 and 3
+    assert squares(512, 16, 24) == 2
+    assert squares(512, 8, 16, 24) == 2
+    assert squares(512, 256, 264) == 2  # the other warp has added its own before
+    assert squares(1024, 256, 512) == 0  # warps one after the other
+    # From 256 tokens on a thread of 256 has vectors 0, 256 and 512 of 6,144 values; of fewer tokens others have those.
+    assert squares(6144, 2048, 2056, tokens=255) == 2
+    assert squares(6144, 2048, 2056, tokens=256) == 0
+
+
+def test_the_order_of_attentions_weights() -> None:
+    """Four threads have pairs of columns, eight apart; the blocks' shares meet as the lanes of a warp do."""
+    weights = torch.zeros(1, 64)
+    weights[0, [0, 1, 8, 9, 63]] = torch.tensor([2.0**24, 1, 1, 1, 5])
+    assert _thread_sums(weights).tolist() == [[2.0**24, 0, 0, 5]]
+    before = torch.tensor([[2.0, 0, 0, 7]], dtype=torch.float64)
+    assert _thread_sums(weights[:, [0, *[5] * 62, 63]], before).tolist() == [[2.0**24 + 2, 0, 0, 12]]
+    assert _lanes_sum(torch.tensor([2.0**24, 1, 1, 1]).view(4, 1, 1)) == 2.0**24 + 2
+    assert _lanes_sum(torch.tensor([2.0**24, 1, 1]).view(3, 1, 1)) == 2.0**24
 
 
 def test_rope_rounds_once_or_each_product() -> None:

@@ -3,6 +3,7 @@
 The server owns the memory, so that it outlives an engine crash. Slots begin on pages of their own.
 """
 
+import contextlib
 import mmap
 import os
 
@@ -39,9 +40,14 @@ class SharedBuffer:
 
     def pin(self) -> bool:
         """Locks the pages for the GPU, which then reads them itself, one copy from the slot to the cache. Whether it
-        worked: without it a copy goes through a buffer of the driver's."""
+        worked: without it a copy goes through a buffer of the driver's. Meant for a buffer that lives as long as its
+        process: nothing unlocks them, and the driver refuses other memory at these addresses."""
         status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
-        return int(status) == 0
+        if int(status) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel's launch to report
+            torch.zeros(1, device="cuda").add_(1)
+        return False
 
 
 class RemoteMemory(msgspec.Struct, frozen=True):

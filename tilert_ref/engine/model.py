@@ -35,7 +35,7 @@ def rms_norm(
     """w * x / sqrt(mean(x^2) + eps), x [T, D]: fp32 inside; NATIVE rounds to the weight's dtype before the product.
     added: x is a sum with the residual, which FUSED kernels square in another order."""
     if rule is Pointwise.FUSED and tensor_cores.there(x):
-        return tensor_cores.pointwise().add_rms_norm(x, None, weight, eps)[0]
+        return tensor_cores.pointwise().add_rms_norm(x, None, weight, eps, added=added)[0]
     x = x.float()
     total = x.pow(2).sum(-1, keepdim=True) if rule is Pointwise.NATIVE else vllm_hopper.sum_of_squares(x, added)
     x = x * torch.rsqrt(total / x.shape[-1] + eps)

@@ -9,9 +9,10 @@ Imported only where there is a Hopper GPU.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from tilert_ref.engine import vllm_hopper
-from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
+from tilert_ref.engine.triton_overlap import ON_A_GPU, OVERLAPPED, begin
 
 ROWS = 64  # cached rows that a program attends to, and keys that it scores
 KEY_WIDTH = 128
@@ -296,6 +297,20 @@ def _dequantized(codes, scales):
 
 
 @triton.jit
+def _reciprocal(x):
+    """1 / x as the GPU has it in one instruction; FlashMLA and FlashAttention 3 multiply by that."""
+    if ON_A_GPU:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _log2(x):
+    """CUDA's log2f; tl.log2 is the GPU's own, which is less exact."""
+    return libdevice.log2(x) if ON_A_GPU else tl.log2(x)
+
+
+@triton.jit
 def _attend_kernel(
     q_latent,
     q_rope,
@@ -326,7 +341,11 @@ def _attend_kernel(
     if block * ROWS >= count:
         return
     group, part = part // (LATENT // TILE), part % (LATENT // TILE)
-    h, j = group * HEADS + tl.arange(0, HEADS), tl.arange(0, ROWS)
+    # A head's weights lie in four threads, pairs of columns in turns. FlashMLA adds threads 0 and 1 first, Triton 0 and
+    # 2: so threads 1 and 2 get one another's rows. (The product with the rows doesn't mind: it takes 16 at a time.)
+    j = tl.arange(0, ROWS)
+    j = (j // 8) * 8 + ((j & 2) << 1) + ((j & 4) >> 1) + (j & 1)
+    h = group * HEADS + tl.arange(0, HEADS)
     valid = block * ROWS + j < count
     slot = tl.load(slots + t.to(tl.int64) * chosen + block * ROWS + j, mask=valid, other=0).to(tl.int64)
     q_row = q_latent + (t * heads + h[:, None]) * LATENT
@@ -358,10 +377,10 @@ def _attend_kernel(
     total = tl.sum(weights, 1)
     p = weights.to(tl.bfloat16)
     base = (t * tl.num_programs(0) + block).to(tl.int64) * heads + h
-    o = tl.div_rn(tl.dot(p, v), tl.zeros((HEADS, TILE), tl.float32) + total[:, None])
+    o = tl.dot(p, v) * _reciprocal(total)[:, None]
     tl.store(out + base[:, None] * LATENT + c[None, :], o, mask=h[:, None] < heads)
     if part == 0:
-        tl.store(sums + base, tl.log2(total) + top, mask=h < heads)
+        tl.store(sums + base, _log2(total) + top, mask=h < heads)
 
 
 @triton.jit
@@ -375,11 +394,11 @@ def _merge_kernel(
     base = t.to(tl.int64) * blocks * heads + h
     parts = tl.load(sums + base + b * heads, mask=b < used, other=float("-inf"))
     top = tl.max(parts, 0)
-    whole = tl.log2(tl.sum(tl.exp2(parts - top), 0)) + top
+    whole = _log2(tl.sum(tl.exp2(parts - top), 0)) + top
     total = tl.zeros((LATENT,), tl.float32)
     for i in range(used):
         share = tl.exp2(tl.load(sums + base + i * heads) - whole)
-        total += share * tl.load(out + (base + i * heads) * LATENT + c)
+        total = tl.fma(share + tl.zeros_like(total), tl.load(out + (base + i * heads) * LATENT + c), total)
     tl.store(merged + (t * heads + h).to(tl.int64) * LATENT + c, total.to(merged.dtype.element_ty))
 
 
@@ -412,7 +431,7 @@ def _attend_backwards_kernel(
     v_at = part * VALUES + tl.arange(0, VALUES)
     q_turned = tl.load(q_rope + (t * heads + h[:, None]) * ROPE + r[None, :], mask=h[:, None] < heads, other=0.0)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
+    threads_total = tl.zeros((HEADS, 4), tl.float32)  # four threads have a head's weights, and add up their own first
     value = tl.zeros((HEADS, VALUES), tl.float32)
     blocks = tl.cdiv(count, ROWS)
     slots += t.to(tl.int64) * chosen
@@ -440,9 +459,11 @@ def _attend_backwards_kernel(
         weights = tl.exp2(tl.fma(scores, factor, tl.zeros_like(scores) - (new_top * scale_log2)[:, None]))
         rescale = tl.exp2((top - new_top) * scale_log2)
         value = tl.dot(weights.to(tl.bfloat16), v, value * rescale[:, None])
-        total = total * rescale + tl.sum(weights, 1)
+        own = tl.reshape(tl.permute(tl.reshape(weights, (HEADS, 8, 4, 2)), (0, 2, 1, 3)), (HEADS, 4, 16))
+        begun = tl.fma(rescale[:, None, None] + tl.zeros_like(own), threads_total[:, :, None] + tl.zeros_like(own), own)
+        threads_total = tl.sum(tl.where(tl.arange(0, 16)[None, None, :] == 0, begun, own), 2)
         top = new_top
-    value = value * tl.div_rn(tl.full((HEADS,), 1.0, tl.float32), total)[:, None]
+    value = value * _reciprocal(tl.sum(threads_total, 1))[:, None]
     to = out + ((t * heads + h[:, None]) * LATENT).to(tl.int64) + v_at[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=h[:, None] < heads)
 

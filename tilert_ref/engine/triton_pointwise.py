@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from tilert_ref.engine import vllm_hopper
 from tilert_ref.engine.triton_overlap import OVERLAPPED, begin
 
 GROUP = 128  # values that share a scale
@@ -33,46 +34,90 @@ def _over(x, y):
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, stream, eps, width, x_row, ADD: tl.constexpr, WIDTH: tl.constexpr):
+def _add_squares(total, squares, ADDED: tl.constexpr, LANES: tl.constexpr):
+    """total [LANES] and the eight squares of each, [LANES, 8], in the order of vllm_hopper.sum_of_squares."""
+    even, odd = tl.split(tl.reshape(squares, (LANES, 4, 2)))
+    if ADDED:
+        pairs_02, pairs_13 = tl.split(tl.reshape(even + odd, (LANES, 2, 2)))
+        pair_0, pair_2 = tl.split(pairs_02)
+        pair_1, pair_3 = tl.split(pairs_13)
+        return total + (((pair_0 + pair_1) + pair_2) + pair_3)
+    values_04, values_26 = tl.split(tl.reshape(even, (LANES, 2, 2)))
+    values_15, values_37 = tl.split(tl.reshape(odd, (LANES, 2, 2)))
+    value_0, value_4 = tl.split(values_04)
+    value_1, value_5 = tl.split(values_15)
+    value_2, value_6 = tl.split(values_26)
+    value_3, value_7 = tl.split(values_37)
+    total = (((total + value_0) + value_1) + value_2) + value_3
+    return (((total + value_4) + value_5) + value_6) + value_7
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, stream, sums, eps, width, x_row,
+    ADD: tl.constexpr, ADDED: tl.constexpr, THREADS: tl.constexpr, ROUNDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """A program norms one token. Its squares are added up as vllm_hopper.sum_of_squares says."""
     t = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, WIDTH)
-    inside = d < width
-    factor = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)  # nobody writes it, so it needn't wait
+    # A warp adds its farthest lanes first, vLLM's its neighbours: so lane i takes the vector of i's bits reversed.
+    lane = tl.arange(0, LANES)
+    low = ((lane & 1) << 4) | ((lane & 2) << 2) | (lane & 4) | ((lane & 8) >> 2) | ((lane & 16) >> 4)
+    vector = (lane // 32) * 32 + low
+    d = vector[:, None] * 8 + tl.arange(0, 8)[None, :]
+    factors, values = (), ()
+    for r in tl.static_range(ROUNDS):
+        at = r * THREADS * 8 + d
+        inside = (vector[:, None] < THREADS) & (at < width)
+        factors += (tl.load(weight + at, mask=inside, other=0.0).to(tl.float32),)  # nobody writes it: it needn't wait
     begin()
-    value = tl.load(x + t * x_row + d, mask=inside, other=0.0)
-    if ADD:
-        value = (value.to(tl.float32) + tl.load(residual + t * width + d, mask=inside, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
-        tl.store(stream + t * width + d, value, mask=inside)
-    wide = value.to(tl.float32)
-    mean = _over(tl.sum(wide * wide, 0), width.to(tl.float32))
-    normed = wide * tl.rsqrt(mean + eps)
-    tl.store(out + t * width + d, (normed * factor).to(out.dtype.element_ty), mask=inside)
+    total = tl.zeros((LANES,), tl.float32)
+    for r in tl.static_range(ROUNDS):
+        at = r * THREADS * 8 + d
+        inside = (vector[:, None] < THREADS) & (at < width)
+        value = tl.load(x + t * x_row + at, mask=inside, other=0.0)
+        if ADD:
+            before = tl.load(residual + t * width + at, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + before.to(tl.float32)).to(value.dtype)
+            tl.store(stream + t * width + at, value, mask=inside)
+        wide = value.to(tl.float32)
+        total = _add_squares(total, wide * wide, ADDED, LANES)
+        values += (wide,)
+    WARPS: tl.constexpr = LANES // 32
+    warps = tl.sum(tl.reshape(total, (WARPS, 32)), 1)
+    if WARPS == 1:
+        whole = tl.sum(warps, 0)
+    else:
+        sums += t * WARPS
+        tl.store(sums + tl.arange(0, WARPS), warps)
+        tl.debug_barrier()
+        whole = tl.load(sums, cache_modifier=".cg")
+        for warp in tl.static_range(1, (THREADS + 31) // 32):
+            whole += tl.load(sums + warp, cache_modifier=".cg")
+    scale = tl.rsqrt(_over(whole, width.to(tl.float32)) + eps)
+    for r in tl.static_range(ROUNDS):
+        at = r * THREADS * 8 + d
+        inside = (vector[:, None] < THREADS) & (at < width)
+        normed = (values[r] * scale) * factors[r]
+        tl.store(out + t * width + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, added: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """model.add_rms_norm: x bf16 [T, D] (rows may lie apart), residual bf16 [T, D] -> the norm and the new stream."""
+    """model.add_rms_norm: x bf16 [T, D] (rows may lie apart), residual bf16 [T, D] -> the norm and the new stream.
+    added: the sum was taken before."""
     tokens, width = x.shape
+    threads = vllm_hopper.norm_threads(tokens, width)
+    lanes = max(32, triton.next_power_of_2(threads))
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     stream = torch.empty_like(out) if residual is not None else x
+    sums = torch.empty(tokens, lanes // 32, dtype=torch.float32, device=x.device) if lanes > 32 else out
     _norm_kernel[(tokens,)](
-        x,
-        x if residual is None else residual,
-        weight,
-        out,
-        stream,
-        eps,
-        width,
-        x.stride(0),
-        ADD=residual is not None,
-        WIDTH=triton.next_power_of_2(width),
-        num_warps=8 if width > 2048 else 4,
-        **OVERLAPPED,
-        enable_fp_fusion=False,
-    )
+        x, x if residual is None else residual, weight, out, stream, sums, eps, width, x.stride(0),
+        ADD=residual is not None, ADDED=added or residual is not None, THREADS=threads,
+        ROUNDS=triton.cdiv(width, 8 * threads), LANES=lanes, num_warps=min(8, lanes // 32),
+        **OVERLAPPED, enable_fp_fusion=False,
+    )  # fmt: skip
     return out, stream
 
 

@@ -10,13 +10,15 @@ exponents, even where its value is 2 or more times that power. In fp8 DeepGEMM, 
 logits all start a new sum every 128 values.
 
 Sparse attention. Chosen rows are taken in the order in which the indexer gives them, in blocks of 64; weights are
-rounded to bf16 before they multiply the rows, their sum is taken of the unrounded ones, as a warp has them: four threads
-have pairs of a head's weights, eight apart, and add up their own first. Two functions are left open: the GPU's exp2 may
-miss the correctly rounded value by 2 ulp of fp32, which shows about once in 30,000 weights, its reciprocal by 1 ulp.
-(The machine code of both kernels says in which order, and where a multiply-add is fused.)
+rounded to bf16 before they multiply the rows, their sum is taken of the unrounded ones, as a warp has them: four
+threads have pairs of a head's weights, eight apart, and add up their own first. Two functions are left open: the GPU's
+exp2 may miss the correctly rounded value by 2 ulp of fp32, which shows about once in 30,000 weights, its reciprocal by
+1 ulp.
 
-RMSNorm. A thread squares vectors of eight values, 32 threads add up in pairs of neighbours, then the warps one after the
-other (csrc/libtorch_stable/layernorm_kernels.cu; cub's BlockReduce; its machine code says how a vector is added).
+RMSNorm. A thread squares vectors of eight values, 32 threads add up in pairs of neighbours, then the warps one after
+the other (csrc/libtorch_stable/layernorm_kernels.cu; cub's BlockReduce).
+
+Orders of fp32 sums, and where a multiply-add is fused, were read from the sm_90 code of those kernels in vLLM's wheel.
 """
 
 import math
@@ -149,7 +151,7 @@ def attend_fp8_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, s
         weights = _exp2(scores, scale, top)
         first, second, third, fourth = _thread_sums(weights).split(1, dim=-1)
         total = (first + second) + (third + fourth)
-        outputs.append(bf16_dot(_rounded(weights), block[:, :value_width].T) * (1.0 / total))  # [H, V]
+        outputs.append(bf16_dot(_rounded(weights), block[:, :value_width].T) * _reciprocal(total))  # [H, V]
         sums.append(total.log2() + top)
     parts = torch.stack(sums)  # [blocks, H, 1]
     top = parts.amax(0)
@@ -175,7 +177,7 @@ def attend_bf16_rows(query: torch.Tensor, rows: torch.Tensor, value_width: int, 
         sums = _thread_sums(weights, rescale * sums.double())
         top = new_top
     first, second, third, fourth = sums.split(1, dim=-1)
-    return out * (1.0 / ((first + third) + (second + fourth)))
+    return out * _reciprocal((first + third) + (second + fourth))
 
 
 def _thread_sums(weights: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
@@ -217,6 +219,10 @@ def log2_scale(scale: float) -> float:
 def _exp2(scores: torch.Tensor, scale: float, top: torch.Tensor) -> torch.Tensor:
     """2^(score * scale - top), the argument in one fused multiply-add."""
     return (scores.double() * log2_scale(scale) - top.double()).float().exp2()
+
+
+def _reciprocal(total: torch.Tensor) -> torch.Tensor:
+    return 1.0 / total
 
 
 def _rounded(weights: torch.Tensor) -> torch.Tensor:
