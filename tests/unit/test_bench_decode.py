@@ -64,6 +64,21 @@ def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, cap
     assert "indexer" in page and page.count("<polyline") == 2
 
 
+@pytest.mark.parametrize("delayed", range(6))
+def test_what_delays_an_answer_is_not_measured(delayed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three short answers and three long ones in turn, 10 ms and then 2 ms a token; one takes 150 ms longer."""
+    clock, answers = [0.0], list[int]()
+
+    def generate(count: int) -> int:
+        clock[0] += 0.01 + 0.002 * count + (0.15 if len(answers) == delayed else 0)
+        answers.append(count)
+        return count
+
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+    assert bench.decode_speed(generate, 108, 3) == pytest.approx(500)
+    assert answers == [bench.SHORT, 108] * 3
+
+
 @pytest.mark.parametrize(("flags", "eager"), [([], False), (["--vllm-eager"], True)])
 def test_vllm_runs_at_its_best_unless_told_otherwise(flags: list[str], eager: bool, monkeypatch) -> None:
     """The flag reaches the other process, and vLLM there."""

@@ -5,12 +5,16 @@ from functools import partial
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from tilert_ref.engine import compiled, opaque, vllm_avx2
+from tilert_ref.engine import compiled, vllm_avx2
 from tilert_ref.engine.api import SamplingParams
+from tilert_ref.engine.cache import KVCache
 from tilert_ref.engine.compiled import CompileError, check
-from tilert_ref.engine.linear import InOrderMatrix, LanesMatrix
-from tilert_ref.engine.numerics import TORCH, KernelRounding, Kernels, SumOrder
+from tilert_ref.engine.config import load_config
+from tilert_ref.engine.cpp_attention import CppAttention
+from tilert_ref.engine.linear import InOrderMatrix, LanesMatrix, OpenMatrix, linear
+from tilert_ref.engine.numerics import TORCH, KernelRounding, Kernels, SumOrder, round_kernel, vllm_kernels
 from tilert_ref.engine.ref import RefEngine, load_engine
 
 AVX2 = Kernels(KernelRounding.TRUNCATE, SumOrder.VLLM_AVX2)
@@ -30,7 +34,7 @@ def decoded(engine: RefEngine, prompt: list[int], tokens: int) -> tuple[list[int
 
 
 def test_compiled_steps_have_the_bits_of_plain_torch(tiny) -> None:
-    """Across a group of 128 cached tokens. On a machine whose sums these are not it is the words that are checked."""
+    """Across blocks of cached tokens. On a machine whose sums these are not it is the words that are checked."""
     lines = list[str]()
     directory = tiny("dsv3", first_k_dense_replace=0, num_hidden_layers=2)
     plain = load_engine(directory, max_seq_len=256)
@@ -66,52 +70,72 @@ def test_other_sums_are_refused_by_name(tiny) -> None:
 def test_a_piece_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands for Inductor here adds the smallest float to every result."""
 
-    def wrong(graph, inputs, **_):
-        return lambda *args: [x.nextafter(torch.tensor(9.0)) for x in graph(*args)]
+    def wrong(graph, inputs):
+        return lambda tensors: [x.nextafter(torch.tensor(9.0)) for x in graph(*tensors)]
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", wrong)
-    draw = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(compiled, "_inductor", wrong)
+    draw, add = torch.Generator().manual_seed(0), partial(torch.add)
     compiler = compiled._Compiler(lambda line: None)
     with pytest.raises(CompileError, match="sum: the compiled form differs"):
-        compiler.compile(lambda a, b: a + b, lambda: tuple(torch.randn(2, 8, generator=draw)), "sum")
+        compiler.compile(add, add, lambda: tuple(torch.randn(2, 8, generator=draw)), "sum")
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(compiled, "compile_fx_inner", lambda *_, **__: 1 / 0)
+    negative = partial(torch.neg)
     with pytest.raises(CompileError, match="sum: ZeroDivisionError: division by zero"):
-        compiled._Compiler(lambda line: None).compile(lambda a: a + 1, lambda: (torch.ones(2),), "sum")
+        compiled._Compiler(lambda line: None).compile(negative, negative, lambda: (torch.ones(2),), "sum")
 
 
 def test_layers_share_a_graph_and_keep_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = list[str]()
 
-    def as_traced(graph, inputs, **_):
+    def as_traced(graph, inputs):
         compiles.append(graph.code)
-        return graph
+        return lambda tensors: graph(*tensors)
 
     @dataclasses.dataclass
     class Layer:
         unused: torch.Tensor
         w: torch.Tensor
 
-    monkeypatch.setattr(torch._inductor, "standalone_compile", as_traced)
+    monkeypatch.setattr(compiled, "_inductor", as_traced)
     compiler, x = compiled._Compiler(lambda line: None), torch.ones(3)
-    layers = [Layer(torch.zeros(n), torch.full((3,), float(n))) for n in (1, 2)]
-    functions = [compiler.compile(lambda layer, x: layer.w * x, lambda n=n: (layers[n], x), "product") for n in (0, 1)]
-    assert len(compiles) == 1
-    assert [function(layer, 2 * x).tolist() for function, layer in zip(functions, layers, strict=True)] == [
-        [2.0] * 3,
-        [4.0] * 3,
+    products = [
+        partial(lambda layer, x: layer.w * x, Layer(torch.zeros(n), torch.full((3,), float(n)))) for n in (1, 2)
     ]
+    functions = [compiler.compile(product, product, lambda: (x,), "product") for product in products]
+    assert len(compiles) == 1
+    assert [function(2 * x).tolist() for function in functions] == [[2.0] * 3, [4.0] * 3]
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 128, 129, 300])
-def test_attention_in_groups_is_attention(tokens: int) -> None:
+@pytest.fixture(scope="module")
+def cpp_attention() -> CppAttention:
+    if vllm_kernels("cpu") != AVX2:
+        pytest.skip("no compiled steps on this CPU")
+    return CppAttention.build(512, 64, 0.07)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 300])
+def test_attention_in_cpp_is_attention(tokens: int, cpp_attention: CppAttention, tiny) -> None:
+    """Of two queries, in blocks that lie anywhere; what stands behind a query is not looked at."""
     draw = torch.Generator().manual_seed(tokens)
-    query, rows = (torch.randn(n, 576, generator=draw).bfloat16() for n in (4, tokens))
-    whole = vllm_avx2.attend(query.float(), rows.float(), 512, 0.07)
-    in_groups = partial(vllm_avx2.attend_in_groups, vllm_avx2.attend_group)
-    assert same_bits(in_groups(query.float(), rows, 512, 0.07), whole)
+    cache = KVCache(load_config(tiny("dsv3")), 2, 320)
+    cache.block_table = torch.randperm(5, generator=draw)
+    cache.rows.copy_(torch.randn(cache.rows.shape, generator=draw))
+    cache.layer_rows(1)[cache.all_slots[tokens + 1 :]] = float("nan")
+    q_latent, q_rope = (torch.randn(2, 4, n, generator=draw).bfloat16() for n in (512, 64))
+    attended = cpp_attention(q_latent, q_rope, cache, 1, tokens - 1)
+    rows = cache.read(1, tokens + 1).float()
+    for t, query in enumerate(torch.cat((q_latent, q_rope), dim=-1).float()):
+        expected = vllm_avx2.attend(query, rows[: tokens + t], 512, 0.07)
+        assert same_bits(attended[t], round_kernel(expected, torch.bfloat16, KernelRounding.TRUNCATE))
+
+
+@pytest.mark.parametrize("widths", [(500, 64), (512, 40)])
+def test_attention_of_other_widths_is_refused(widths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"rows of {widths[0]} \+ {widths[1]} values; legal"):
+        CppAttention.build(*widths, 0.07)
 
 
 def one_after_the_other(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -154,9 +178,33 @@ def test_the_question_for_four_lanes_tells_orders_apart(monkeypatch: pytest.Monk
     assert not vllm_avx2.in_four_lanes.__wrapped__()
 
 
+@pytest.mark.skipif(not vllm_avx2.rows_in_lanes(), reason="torch's products have another order on this CPU")
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_an_open_matrix_compiled_is_torchs_own_product(tokens: int) -> None:
+    """Also of columns that leave another rest in another order."""
+    columns = vllm_avx2.cancelling_columns(192, 48)
+    x, w = torch.arange(1.0, tokens + 1)[:, None].expand(-1, 192).bfloat16(), columns.T.contiguous().bfloat16()
+    opened = OpenMatrix.of(w.T, 64, in_turn=False)
+    compiled_product = compiled_by_inductor(lambda x, weight: linear(x, OpenMatrix(weight, False)), x, opened.weight)
+    assert same_bits(compiled_product([x, opened.weight])[0], linear(x, w))
+    assert not linear(x, w)[0].equal(one_after_the_other(x[0].float(), w.float()).bfloat16())
+
+
+def test_the_question_for_rows_in_lanes_tells_orders_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_order(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.stack([one_after_the_other(row.float(), w.float()) for row in x]).bfloat16()
+
+    monkeypatch.setattr(torch.nn.functional, "linear", in_order)
+    assert not vllm_avx2.rows_in_lanes.__wrapped__()
+
+
+def compiled_by_inductor(function, *tensors: torch.Tensor):
+    return compiled._inductor(make_fx(lambda *args: (function(*args),))(*tensors), list(tensors))
+
+
 def test_the_routers_sigmoid_is_torchs_in_every_bit() -> None:
     """Inductor's own is a bit off in one of some twenty values of eight experts; a step's rounding mostly hides it."""
-    compiled = torch.compile(lambda x: opaque.sigmoid(x) * 1.0, backend="inductor")
     logits = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0))
+    sigmoid = compiled_by_inductor(lambda x: x.sigmoid() * 1.0, logits[:1])
     for row in logits.split(1):
-        assert compiled(row).equal(row.sigmoid())
+        assert sigmoid([row])[0].equal(row.sigmoid())

@@ -36,7 +36,6 @@ class DecodeKernel:
 
     attend: Attend
     rounding: KernelRounding
-    as_stored: bool = False  # attend takes rows in their own dtype
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
@@ -63,7 +62,7 @@ def attend_absorbed(
     (MTP is lossless only then), and a batched matmul may sum in another order.
     """
     query = torch.cat((q_latent, q_rope), dim=-1).float()  # [T, H, L + R]
-    keys, width = rows if kernel.as_stored else rows.float(), q_latent.shape[-1]
+    keys, width = rows.float(), q_latent.shape[-1]
     attended = []
     for q, chosen in zip(query, seen, strict=True):
         k = keys[chosen] if isinstance(chosen, slice) else keys.index_select(0, chosen)  # [n, L + R]

@@ -31,7 +31,7 @@ class Pieces:
 
     before: Callable[..., Any]  # model.before_attention
     after: Callable[..., Any]  # model.after_attention
-    attend: Callable[..., torch.Tensor] | None  # vllm_avx2.attend; None: the kernel stays as it is
+    attend: Callable[..., torch.Tensor] | None = None  # what decode attends with: CppAttention
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,11 @@ class KVCache:
         within = torch.arange(self.block_size, device=table.device)
         self._block_table, self._slots = table, (table[:, None] * self.block_size + within).flatten()
 
+    @property
+    def all_slots(self) -> torch.Tensor:
+        """The row of every position in the flattened pool, int64."""
+        return self._slots
+
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions p [T] -> rows of the flattened pool: block_table[p // block_size] * block_size + p % block_size."""
         return self._slots.index_select(0, positions)

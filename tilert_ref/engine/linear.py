@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import opaque, tensor_cores, vllm_avx2, vllm_hopper
+from tilert_ref.engine import tensor_cores, vllm_avx2, vllm_hopper
 from tilert_ref.engine.block_fp8 import BLOCK, ActivationScale, dequantize_blocks, quantize_activations
 from tilert_ref.engine.numerics import SumOrder
 
@@ -140,18 +140,51 @@ class LanesMatrix:
         return torch.arange(heads * width).view(heads, -1, vllm_avx2.BMM_LANES).transpose(1, 2)
 
 
+@dataclass(frozen=True)
+class OpenMatrix:
+    """A bf16 matrix or a stack of them, laid out so that a compiler sees in which order products are summed and makes
+    one loop nest of them (compiled.py). Not compiled, torch.sum takes another order.
+
+    Lane l adds up the inputs l, l + lanes, l + 2 * lanes, ... one after the other. Then lanes are added one after the
+    other (in_turn), or the upper half of them to the lower until one is left.
+    """
+
+    weight: torch.Tensor  # [..., in / lanes, lanes, out]
+    in_turn: bool
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, lanes: int, in_turn: bool) -> "OpenMatrix":
+        """weight [..., in, out]; lanes divide its inputs."""
+        return cls(weight.contiguous().unflatten(-2, (-1, lanes)), in_turn)
+
+    def product(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., in] -> [..., out] fp32; with ids row p takes the matrix ids[p] of the stack."""
+        weight = self.weight if ids is None else self.weight[ids]
+        lanes = x.float().unflatten(-1, weight.shape[-3:-1])[..., None]  # [..., in / lanes, lanes, 1]
+        sums = (lanes * weight.float()).sum(-3)  # [..., lanes, out]
+        if self.in_turn:
+            first, *others = sums.unbind(-2)
+            return sum(others, start=first)
+        while sums.shape[-2] > 1:
+            low, high = sums.chunk(2, dim=-2)
+            sums = low + high
+        return sums.squeeze(-2)
+
+
 def _columns(weight: torch.Tensor) -> torch.Tensor:
     """[n, out, in] -> the columns of all matrices one below the other, [n * in, out] fp32."""
     return weight.transpose(1, 2).contiguous().float().flatten(0, 1)
 
 
-Matrix = torch.Tensor | HopperMatrix | Fp8Matrix | InOrderMatrix
+Matrix = torch.Tensor | HopperMatrix | Fp8Matrix | InOrderMatrix | OpenMatrix
 
 
 def linear(x: torch.Tensor, w: Matrix) -> torch.Tensor:
     """x [T, in], w [out, in] -> [T, out] in x's dtype; the result is rounded once."""
     if isinstance(w, HopperMatrix):
         return w.linear(x)
+    if isinstance(w, OpenMatrix):
+        return w.product(x).to(x.dtype)
     return fp8_product(x, w, x.dtype) if isinstance(w, Fp8Matrix) else F.linear(x, w)
 
 
@@ -173,8 +206,10 @@ def experts_product(x: torch.Tensor, w: Matrix, expert_ids: torch.Tensor, dtype:
     return tensor_cores.products().fp8_product(codes.flatten(1), scales, w.codes, w.scales, dtype, expert_ids)
 
 
-def heads_product(x: torch.Tensor, w: torch.Tensor | LanesMatrix, order: SumOrder) -> torch.Tensor:
+def heads_product(x: torch.Tensor, w: torch.Tensor | LanesMatrix | OpenMatrix, order: SumOrder) -> torch.Tensor:
     """Every head's vector times its matrix: x [T, H, K], w [H, K, N] -> [T, H, N] in x's dtype."""
+    if isinstance(w, OpenMatrix):
+        return w.product(x).to(x.dtype)
     if isinstance(w, LanesMatrix):
         return w.product(x)
     if order is SumOrder.VLLM_HOPPER and tensor_cores.there(x):
@@ -182,7 +217,7 @@ def heads_product(x: torch.Tensor, w: torch.Tensor | LanesMatrix, order: SumOrde
     if order is SumOrder.VLLM_HOPPER and len(x) <= DOT_TOKENS:
         heads = [vllm_hopper.bf16_dot(vectors, matrix.T) for vectors, matrix in zip(x.unbind(1), w, strict=True)]
         return torch.stack(heads, dim=1).to(x.dtype)
-    return opaque.heads_bmm(x, w)
+    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
 def fp8_product(x: torch.Tensor, w: Fp8Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -4,13 +4,12 @@ T tokens, D hidden, H heads, L = kv_lora_rank, S cached tokens. The residual str
 and added inside the next norm, in fp32, as vLLM's fused_add_rms_norm does. Where norms round is a rule (numerics.py).
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import opaque, tensor_cores, vllm_hopper
+from tilert_ref.engine import tensor_cores, vllm_hopper
 from tilert_ref.engine.attention import (
     attend_absorbed,
     attend_by,
@@ -38,7 +37,7 @@ def rms_norm(
     if rule is Pointwise.FUSED and tensor_cores.there(x):
         return tensor_cores.pointwise().add_rms_norm(x, None, weight, eps, added=added)[0]
     x = x.float()
-    total = opaque.total(x.pow(2)) if rule is Pointwise.NATIVE else vllm_hopper.sum_of_squares(x, added)
+    total = x.pow(2).sum(-1, keepdim=True) if rule is Pointwise.NATIVE else vllm_hopper.sum_of_squares(x, added)
     x = x * torch.rsqrt(total / x.shape[-1] + eps)
     return x.to(weight.dtype) * weight if rule is Pointwise.NATIVE else (x * weight.float()).to(weight.dtype)
 
@@ -110,7 +109,7 @@ def after_attention(
     return mlp(w.mlp, x) if isinstance(w.mlp, MlpWeights) else moe(w.mlp, config, x, kernels), residual
 
 
-PLAIN = Pieces(before_attention, after_attention, None)
+PLAIN = Pieces(before_attention, after_attention)
 
 
 def attention(
@@ -145,9 +144,9 @@ def _absorbed(c: ModelConfig, cache: KVCache, layer: int, batch: Batch, p: Proje
         return attend_by(batch.kernels.attention, p.q, p.q_rope, cache, layer, seen)  # [T, H, L]
     if batch.captured or batch.kernels.on_tensor_cores(p.q):
         return attend_selected(p.q, p.q_rope, cache, layer, seen, c.softmax_scale, kernel)  # [T, H, L]
+    if batch.absorbed and batch.pieces is not None and batch.pieces.attend is not None:
+        return batch.pieces.attend(p.q, p.q_rope, cache, layer, batch.first)  # [T, H, L]
     rows = cache.read(layer, batch.end)  # [S, L + rope]
-    if batch.pieces is not None and batch.pieces.attend is not None:
-        kernel = replace(kernel, attend=batch.pieces.attend, as_stored=True)
     if batch.absorbed:
         return attend_absorbed(p.q, p.q_rope, rows, seen, c.softmax_scale, kernel)  # [T, H, L]
     return attend_chosen(p.q, p.q_rope, rows, seen, c.softmax_scale)  # [T, H, L]

@@ -7,9 +7,9 @@ _grouped_topk; fused_moe/runner/moe_runner.py), so that the same experts are cho
 import torch
 import torch.nn.functional as F
 
-from tilert_ref.engine import opaque, tensor_cores
+from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.config import ModelConfig
-from tilert_ref.engine.linear import Fp8Matrix, InOrderMatrix, Matrix, experts_product, linear, product
+from tilert_ref.engine.linear import Fp8Matrix, InOrderMatrix, Matrix, OpenMatrix, experts_product, linear, product
 from tilert_ref.engine.numerics import KernelRounding, Kernels, SumOrder, round_kernel
 from tilert_ref.engine.weights import MlpWeights, MoeWeights
 
@@ -24,7 +24,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if tensor_cores.there(gate_up):
         return tensor_cores.pointwise().silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return opaque.silu(gate) * up
+    return F.silu(gate) * up
 
 
 def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
         sigmoid = config.scoring_func == "sigmoid"
         chosen = config.num_experts_per_tok, config.norm_topk_prob
         return tensor_cores.pointwise().route(logits, bias, sigmoid, *chosen)
-    scores = opaque.sigmoid(logits.float()) if config.scoring_func == "sigmoid" else opaque.softmax(logits.float())
+    scores = logits.float().sigmoid() if config.scoring_func == "sigmoid" else logits.float().softmax(-1)
     choice = scores if bias is None else scores + bias  # [T, E]
     if config.n_group > 1 and config.topk_method != "greedy":
         choice = _mask_groups(config, choice, by_pairs=bias is not None)
@@ -45,7 +45,7 @@ def route(config: ModelConfig, logits: torch.Tensor, bias: torch.Tensor | None) 
     ids = choice.topk(config.num_experts_per_tok, dim=-1, sorted=logits.is_cuda).indices  # [T, k]
     weights = scores.gather(1, ids)
     if config.norm_topk_prob:
-        weights = weights / opaque.total(weights)
+        weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids
 
 
@@ -86,7 +86,7 @@ def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     """
     if isinstance(w.gate_up, Fp8Matrix) or kernels.order is SumOrder.VLLM_HOPPER:
         return experts_cuda(w.gate_up, w.down, x, weights, ids)
-    if isinstance(w.gate_up, InOrderMatrix):
+    if isinstance(w.gate_up, InOrderMatrix | OpenMatrix):
         return _experts_in_order(w.gate_up, w.down, x, weights, ids, kernels.rounding)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
@@ -98,8 +98,8 @@ def experts(w: MoeWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Te
 
 
 def _experts_in_order(
-    gate_up: InOrderMatrix,
-    down: InOrderMatrix,
+    gate_up: InOrderMatrix | OpenMatrix,
+    down: InOrderMatrix | OpenMatrix,
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
@@ -121,7 +121,7 @@ def _inner(gate_up: torch.Tensor, dtype: torch.dtype, rounding: KernelRounding) 
 
     silu as gate * sigmoid(gate): one fp32 rounding more than torch's, and vLLM's kernel has it too."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return round_kernel(gate * opaque.sigmoid(gate) * up, dtype, rounding).float()
+    return round_kernel(gate * gate.sigmoid() * up, dtype, rounding).float()
 
 
 def experts_cuda(

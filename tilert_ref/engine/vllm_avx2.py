@@ -17,15 +17,14 @@ shows in a bf16 result once in some thousand decode steps.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 LANES = 16
 BLOCK = 16
-GROUP = 8 * BLOCK  # tokens of attend_group
 BMM_LANES = 4
+ROW_LANES = 64
 
 
 def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
@@ -42,70 +41,6 @@ def attend(query: torch.Tensor, rows: torch.Tensor, value_width: int, scale: flo
     weights = weights / total[..., None]
     partial = sums_of_rows((weights[..., None] * values).view(-1, value_width), BLOCK)
     return _merge(partial.view(heads, -1, value_width), _log(total) + top[..., 0])
-
-
-def nothing_attended(heads: int, value_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before the first block: attended [H, V] and log-sum-exp [H]."""
-    return torch.zeros(heads, value_width), torch.full((heads,), float("-inf"))
-
-
-def attend_in_groups(
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    value_width: int,
-    scale: float,
-) -> torch.Tensor:
-    """attend with step = attend_group or a compiled form of it: 128 tokens at a time. rows in any dtype."""
-    numbers = torch.arange(GROUP)
-    attended, lse = nothing_attended(len(query), value_width)
-    for group in rows.split(GROUP):
-        valid = numbers < len(group)
-        filled = torch.zeros(GROUP, rows.shape[1]) if len(group) < GROUP else torch.empty(GROUP, rows.shape[1])
-        filled[: len(group)] = group
-        attended, lse = step(scale, query, filled, valid, attended, lse)
-    return attended
-
-
-def attend_group(
-    scale: float,
-    query: torch.Tensor,
-    rows: torch.Tensor,
-    valid: torch.Tensor,
-    attended: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same sums written out for a compiler: every order is visible, so that all of it becomes one loop nest.
-
-    query [H, W], rows [128, W], valid [128] bool; attended [H, V] and lse [H] of the tokens before -> of those and the
-    valid ones of these. A block without valid tokens changes nothing: its log-sum-exp is -inf, its share exactly 0.
-    """
-    heads, steps = len(query), query.shape[1] // LANES
-    q, k = query.view(heads, 1, steps, LANES), rows.view(1, GROUP, steps, LANES)
-    lanes = _in_turn([q[:, :, i] * k[:, :, i] for i in range(steps)]).permute(2, 0, 1).contiguous()  # [16, H, 128]
-    scores = (_in_turn(lanes[: LANES // 2]) + _in_turn(lanes[LANES // 2 :])) * scale
-    scores = torch.where(valid, scores, float("-inf")).view(heads, -1, BLOCK)  # [H, 8, 16]
-    top = scores.amax(-1)  # [H, 8]
-    weights = torch.where(scores == float("-inf"), 0.0, _exp(scores - top[..., None]))
-    total = _in_turn(weights.unbind(-1))  # [H, 8]
-    weights = weights / torch.where(total == 0, 1.0, total)[..., None]
-    values = rows[:, : attended.shape[1]].view(-1, BLOCK, attended.shape[1])  # [8, 16, V]
-    partial = _in_turn([weights[:, :, i, None] * values[:, i] for i in range(BLOCK)])  # [H, 8, V]
-    for block, block_lse in enumerate((_log(total) + top).unbind(-1)):
-        high = torch.maximum(lse, block_lse)  # [H]
-        before, here = _exp(lse - high), _exp(block_lse - high)
-        both = before + here
-        attended = attended * (before / both)[:, None] + partial[:, block] * (here / both)[:, None]
-        lse = _log(both) + high
-    return attended, lse
-
-
-def _in_turn(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their sum, one after the other."""
-    total, *others = parts
-    for part in others:
-        total = total + part
-    return total
 
 
 def _scores(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -191,6 +126,27 @@ def in_four_lanes() -> bool:
             ours += x[:, at : at + BMM_LANES, None] * weight[at : at + BMM_LANES]
         ours = ours[:, 0] + ours[:, 1] + ours[:, 2] + ours[:, 3]
         if not torch.bmm(x[None].bfloat16(), weight[None].bfloat16())[0].equal(ours.bfloat16()):
+            return False
+    return True
+
+
+@functools.cache
+def rows_in_lanes() -> bool:
+    """Whether torch's product of bf16 vectors and the rows of a matrix takes its sums in 64 lanes here, of which the
+    upper half is added to the lower until one is left (ATen/native/cpu/ReducedPrecisionFloatGemvFastPathKernel.cpp,
+    dot_with_fp32_arith on AVX2). Asked as in in_four_lanes.
+    """
+    weight = cancelling_columns(3 * ROW_LANES, 64)
+    for tokens in (1, 3):
+        x = torch.arange(1.0, tokens + 1)[:, None].expand(-1, len(weight))
+        ours = torch.zeros(tokens, ROW_LANES, 64)
+        for at in range(0, len(weight), ROW_LANES):
+            ours += x[:, at : at + ROW_LANES, None] * weight[at : at + ROW_LANES]
+        while ours.shape[1] > 1:
+            low, high = ours.chunk(2, dim=1)
+            ours = low + high
+        rows = weight.T.contiguous().bfloat16()
+        if not torch.nn.functional.linear(x.bfloat16(), rows).equal(ours[:, 0].bfloat16()):
             return False
     return True
 
