@@ -124,11 +124,11 @@ def other_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hadamard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of queries and keys, as in DeepSeek's own code: with themselves they agree, with the peer's keys they don't."""
-    right, matrix = indexer._rotate, torch.ones(1, 1)
+    right, matrix = indexer.rotate, torch.ones(1, 1)
     for _ in range(7):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     matrix = matrix.bfloat16() / 128**0.5
-    monkeypatch.setattr(indexer, "_rotate", lambda *args: right(*args) @ matrix)
+    monkeypatch.setattr(indexer, "rotate", lambda *args: right(*args) @ matrix)
 
 
 def other_scale_rule(monkeypatch: pytest.MonkeyPatch) -> None:
