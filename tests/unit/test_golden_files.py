@@ -144,3 +144,23 @@ def test_verify_refuses_by_name(tiny: Callable[[str], Path], path: Path, capsys:
         with pytest.raises(SystemExit):
             verify.main([str(path), "--model-dir", str(directory), *arguments])
         assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_report_counts_and_names_every_kind_of_step() -> None:
+    """A difference in captured steps or in vLLM's order fails it too, and says where."""
+    answer = {"ids": [5, 6, 7], "top": [[(5, -0.1), (9, -2.0)], [(6, -0.5), (8, -0.5)], [(7, -0.1), (3, -0.6)]]}
+    report, other = verify.Report(), verify.Report()
+    verify.compare_tokens(report, "tokens", 4, [5, 6, 7], answer, first=0)
+    verify.compare_tokens(report, "captured", 4, [0, 8, 7], answer)  # the first is the prompt's
+    assert not report.failed
+    verify.compare_tokens(other, "followed_tokens", 2, [5, 6, 3], answer)
+    assert other.failed
+    report.merge(other)
+    assert report.failed and report.tokens["identical"] == 3
+    assert report.captured == report.captured | {"identical": 1, "tie": 1, "diverged": 0}
+    lines = list(report.lines())
+    assert "tokens in vLLM's order over vLLM's rows: 1 identical, 0 tie, 1 diverged" in lines
+    assert [line.strip() for line in lines[-2:]] == [
+        "captured: prompt 4 position 1: tie, 8 for 6, gap 0.0000",
+        "followed_tokens: prompt 2 position 2: diverged, 3 for 7, gap 0.5000",
+    ]

@@ -68,7 +68,8 @@ def greedy_step(model: Model, cache: KVCache, state: DecodeState) -> None:
 
 
 def best(rows: torch.Tensor) -> torch.Tensor:
-    """The greedy choice of each row [T, V], of equal logits the first, int64 [T]."""
+    """The greedy choice of each row [T, V], of equal logits the first, int64 [T]. (A broken row has some id: on a GPU
+    NaN counts as infinite.)"""
     return tensor_cores.steps().best(rows) if tensor_cores.there(rows) else rows.argmax(-1)
 
 

@@ -436,7 +436,7 @@ def _attend_backwards_kernel(
     blocks = tl.cdiv(count, ROWS)
     slots += t.to(tl.int64) * chosen
     at = (blocks - 1) * ROWS + j
-    slot = tl.load(slots + at, mask=at < count, other=0).to(tl.int64)
+    slot = tl.load(slots + at, mask=(at >= 0) & (at < count), other=0).to(tl.int64)
     for _ in range(0, blocks):
         row = rows + slot * (LATENT + ROPE)
         # All loads of a block first, and the slots of the next: nothing else would hide their time.

@@ -67,8 +67,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that isn't vLLM's. gap: how far vLLM's best logprob is ahead of its second."""
+    """A token that isn't vLLM's. steps: the name of the counts that it is in; gap: how far vLLM's best logprob is ahead
+    of its second."""
 
+    steps: str
     prompt: int
     position: int
     verdict: Verdict
@@ -155,7 +157,8 @@ class Report:
         if off := self.off_edge:
             yield f"{len(off)} sets differ, {off.count(0.0)} in exact ties, furthest off the edge {max(off):.1e}"
         for d in self.differences[:20]:
-            yield f"  prompt {d.prompt} position {d.position}: {d.verdict}, {d.ours} for {d.theirs}, gap {d.gap:.4f}"
+            where = f"{d.steps}: prompt {d.prompt} position {d.position}"
+            yield f"  {where}: {d.verdict}, {d.ours} for {d.theirs}, gap {d.gap:.4f}"
 
 
 def _by_layer(shares: dict[str, Share]) -> Iterable[str]:
@@ -184,7 +187,7 @@ def verify(
         compare(report, engine, number, prompt, answer)
         if "choices" in answer and done % follow == 0:
             followed = replay_followed(engine, prompt, answer)
-            count_verdicts(report.followed_tokens, followed.ids, answer)
+            compare_tokens(report, "followed_tokens", number, followed.ids, answer)
             past = compare_decoded(report.followed, followed, len(prompt), answer, leading=True)
             compare_choices(report.followed_choices, [], followed, range(past + 1), answer["choices"])
         seconds = time.monotonic() - started
@@ -196,24 +199,27 @@ def compare(report: Report, engine: RefEngine, number: int, prompt: list[int], a
     if "rows" in answer:
         compare_planes(report, engine, prompt, answer)
     ours = replay(engine, prompt, answer)
-    for position, theirs in enumerate(answer["ids"]):
-        verdict = judge(ours.ids[position], theirs, answer["top"][position])
-        report.tokens[verdict] += 1
-        if verdict != "identical":
-            found = Difference(number, position, verdict, ours.ids[position], theirs, gap(answer, position))
-            report.differences.append(found)
-        report.smallest_gap = min(report.smallest_gap, gap(answer, position))
+    compare_tokens(report, "tokens", number, ours.ids, answer, first=0)
+    report.smallest_gap = min(report.smallest_gap, *(gap(answer, position) for position in range(len(answer["ids"]))))
     worst = max(report.largest_logprob_difference, ours.logprob_difference(answer))
     report.largest_logprob_difference = worst
     compare_kv(report, ours, len(prompt), answer)
     if engine.captured is not None:
-        count_verdicts(report.captured, replay_captured(engine, prompt, answer), answer)
+        compare_tokens(report, "captured", number, replay_captured(engine, prompt, answer), answer)
 
 
-def count_verdicts(counts: dict[Verdict, int], ours: Sequence[int], answer: Answer) -> None:
-    """From the second token on: the first is the prompt's."""
-    for position, theirs in enumerate(answer["ids"][1:], 1):
-        counts[judge(ours[position], theirs, answer["top"][position])] += 1
+def compare_tokens(
+    report: Report, steps: str, number: int, ours: Sequence[int], answer: Answer, *, first: int = 1
+) -> None:
+    """Into report's counts of that name, from token `first` on: the first of all may be the prompt's."""
+    counts = getattr(report, steps)
+    for position in range(first, len(answer["ids"])):
+        theirs = answer["ids"][position]
+        verdict = judge(ours[position], theirs, answer["top"][position])
+        counts[verdict] += 1
+        if verdict != "identical":
+            found = Difference(steps, number, position, verdict, ours[position], theirs, gap(answer, position))
+            report.differences.append(found)
 
 
 def compare_planes(report: Report, engine: RefEngine, prompt: list[int], answer: Answer) -> None:
