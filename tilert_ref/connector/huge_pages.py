@@ -9,13 +9,16 @@ import contextlib
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 import torch
 
 HUGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # Linux 6.1: makes huge pages now, also of shared memory, whatever the system's default for it
+CGROUP = Path("/sys/fs/cgroup")
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
@@ -30,22 +33,36 @@ def private(nbytes: int) -> torch.Tensor:
 
 
 def mapped(fd: int) -> torch.Tensor:
-    """uint8, all of a memfd, shared with whoever else maps it.
-
-    It takes all its room now, as it would by registering it with a network card, unless that is over half of what is
-    free. Raises OSError if it can't be mapped.
-    """
+    """uint8, all of a memfd, shared with whoever else maps it. Raises OSError if it can't be mapped."""
     nbytes = os.fstat(fd).st_size
     reserved, start = _reserve(nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(reserved, start))
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if _LIBC.mmap(address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
         raise OSError(ctypes.get_errno(), f"cannot map {nbytes} bytes of a memfd")
-    memory = torch.frombuffer(reserved, dtype=torch.uint8, offset=start, count=nbytes)
-    if 2 * nbytes <= os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE:
+    return torch.frombuffer(reserved, dtype=torch.uint8, offset=start, count=nbytes)
+
+
+def collapse(memory: torch.Tensor) -> None:
+    """Makes huge pages of shared memory that `mapped` returned, for all who map it.
+
+    It takes all its room now, as it would by registering it with a network card, unless that is over half of what is
+    available.
+    """
+    if 2 * memory.nbytes <= available_bytes():
         memory[::HUGE_PAGE].sum()  # only a range that has a page already can be collapsed
-        _advise(reserved, _MADV_COLLAPSE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
-    return memory
+        _LIBC.madvise(memory.data_ptr(), memory.nbytes // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE)
+
+
+def available_bytes() -> int:
+    """What this process may still take: the machine's, or its container's (cgroup v2) where that is less."""
+    with open("/proc/meminfo") as file:
+        kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    limits = [1024 * kilobytes]
+    with contextlib.suppress(OSError, ValueError):  # no such files, or "max"
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        limits.append(limit - used)
+    return min(limits)
 
 
 def _reserve(nbytes: int) -> tuple[mmap.mmap, int]:

@@ -280,12 +280,14 @@ class _Attempt:
         self._register(transport)
         self._announce()
         plan = self._plan(self._hello)  # while the node decides; its answer seldom names another slot
-        with transport.prepared(self._hello.meta(), list(itertools.chain.from_iterable(plan.values()))) as meta:
+        with contextlib.ExitStack() as stack:
+            meta = stack.enter_context(transport.prepared(self._hello.meta(), _copies(plan)))
             self._accept = self._answer()
             hello = codec.destination(self._hello, self._accept)
             if hello is not self._hello:
                 codec.check_destination(hello, config.layout)
                 plan = self._plan(hello)
+                meta = stack.enter_context(transport.prepared(hello.meta(), _copies(plan)))
             while parts := self._job.take(PART_TIMEOUT_S):
                 self._check_alive()
                 self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
@@ -394,6 +396,10 @@ class _Attempt:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def _copies(plan: _Plan) -> list[Copy]:
+    return list(itertools.chain.from_iterable(plan.values()))
 
 
 def _check_data_address(hello: Hello, allowed: AllowList, peer: str) -> None:

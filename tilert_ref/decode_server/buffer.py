@@ -38,7 +38,9 @@ class SharedBuffer:
     def create(cls, nbytes: int, count: int = 1) -> "SharedBuffer":
         fd = os.memfd_create("tilert_ref receive buffer")
         os.ftruncate(fd, _file_bytes(nbytes, count))
-        return cls(fd, nbytes, count)
+        buffer = cls(fd, nbytes, count)
+        huge_pages.collapse(buffer._memory)
+        return buffer
 
     def pin(self) -> bool:
         """Locks the pages for the GPU, which then reads them itself, one copy from the slot to the cache. Whether it

@@ -103,8 +103,12 @@ extern "C" void kernel(const uint16_t* q_latent, const uint16_t* q_rope, const u
                 attend_block(&query[h * steps], rows.data(), steps, value_steps, valid, scale, start == 0,
                              &attended[h * value_steps], lse[h]);
         }
-        const uint32_t* bits = (const uint32_t*)attended.data();
-        for (int64_t i = 0; i < heads * latent; ++i) out[t * heads * latent + i] = bits[i] >> 16;  // truncated
+        for (int64_t i = 0; i < heads * value_steps; ++i) {
+            Words bits;
+            std::memcpy(&bits, &attended[i], sizeof bits);
+            Halves halves = __builtin_convertvector(bits >> 16, Halves);  // truncated
+            std::memcpy(out + t * heads * latent + i * LANES, &halves, sizeof halves);
+        }
     }
 }
 """

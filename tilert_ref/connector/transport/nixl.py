@@ -139,6 +139,7 @@ class NixlTransport:
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
         self._prepared: dict[int, _Prepared] = {}  # by id
         self._writes: list[_Write] = []
+        self._ended: list[tuple[_Write, TransferError | None]] = []  # not told yet
         self._s_per_byte = 0.0  # as the last writes took
 
     def start(self) -> None:
@@ -160,7 +161,8 @@ class NixlTransport:
 
     def local_meta(self, address: str) -> dict[str, Any]:
         with self._turn():
-            regions = [self._regions.find(ptr, 1) for ptr in self._registrations]
+            known = [self._regions.holding(ptr, 1) for ptr in self._registrations]
+            regions = [region for region in known if region is not None]  # one may be about to go
             if len({_device(region) for region in regions}) != 1:
                 raise TransferError("NIXL needs the receive buffer on exactly one device: hello names only one")
             encoded = base64.b64encode(self._started().get_agent_metadata()).decode()
@@ -173,7 +175,7 @@ class NixlTransport:
     def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> Iterator[dict[str, Any]]:
         prepared = None
         with contextlib.suppress(TransferError):  # the write will meet it again
-            prepared = self._prepare(hello_meta, copies)
+            prepared = self._prepare(hello_meta, copies, PATIENCE_S) if copies else None
         try:
             yield hello_meta if prepared is None else prepared
         finally:
@@ -186,7 +188,7 @@ class NixlTransport:
         if isinstance(hello_meta, _Prepared) and hello_meta.covers(copies):
             self._write(hello_meta, copies, deadline)
             return
-        prepared = self._prepare(hello_meta, copies)
+        prepared = self._prepare(hello_meta, copies, deadline - time.monotonic())
         try:
             self._write(prepared, copies, deadline)
         finally:
@@ -194,11 +196,16 @@ class NixlTransport:
 
     def close(self) -> None:
         self._closed = True
-        if self._lock.acquire(timeout=CLOSE_PATIENCE_S):
-            try:
-                self._shut_down()
-            finally:
-                self._lock.release()
+        closing = threading.Thread(target=self._close, name="tilert-nixl-close", daemon=True)
+        closing.start()  # NIXL may be busy for longer than anybody wants to wait
+        closing.join(timeout=CLOSE_PATIENCE_S)
+
+    def _close(self) -> None:
+        self._lock.acquire()
+        try:
+            self._shut_down()
+        finally:
+            self._unlock()
 
     @contextlib.contextmanager
     def _turn(self, patience: float = PATIENCE_S) -> Iterator[None]:
@@ -214,16 +221,26 @@ class NixlTransport:
         except Exception as error:  # NIXL's exceptions have no base class
             raise _transfer_error(error) from error
         finally:
-            self._lock.release()
+            self._unlock()
 
-    def _prepare(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy]) -> _Prepared:
+    def _unlock(self) -> None:
+        """And only then says which writes have ended: whoever hears it may take long, or want a turn himself."""
+        ended, self._ended = self._ended, []
+        self._lock.release()
+        for write, error in ended:
+            if error is None:
+                write.settled.set_result(None)
+            else:
+                write.settled.set_exception(error)
+
+    def _prepare(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], patience: float) -> _Prepared:
         wake_on_time()  # this thread, when it watches the write
         prepared = _Prepared(hello_meta, copies, self._copiers)
         device, kind = self._source(copies)
         source = [(src, nbytes, device) for src, _, nbytes in prepared.pieces]
         # The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours.
         target = [(dst, nbytes, prepared.device) for _, dst, nbytes in prepared.pieces]
-        with self._turn():
+        with self._turn(patience):
             agent, remote = self._started(), self._remote(prepared.meta)
             local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", source, kind)
             try:
@@ -246,6 +263,8 @@ class NixlTransport:
     def _write(self, prepared: _Prepared, copies: Sequence[Copy], deadline: float) -> None:
         write = _Write(deque(_batches(copies)), prepared)
         with self._turn(deadline - time.monotonic()):
+            if deadline <= time.monotonic():
+                raise TransferError("the write's deadline passed before it could begin")
             self._writes.append(write)
             self._advance(write)
         self._watch(write, deadline)
@@ -273,9 +292,9 @@ class NixlTransport:
         if not self._lock.acquire(timeout=patience):
             return False
         try:
-            return write.settled.done() or self._advance(write)
+            return write not in self._writes or self._advance(write)
         finally:
-            self._lock.release()
+            self._unlock()
 
     def _see_out(self, write: _Write) -> None:
         while not write.settled.done():
@@ -284,11 +303,13 @@ class NixlTransport:
 
     def _deregister(self, ptr: int, region: Region) -> None:
         """region: kept until NIXL has let go of it."""
-        with contextlib.suppress(TransferError), self._turn():  # closed: the registrations went with the agent
-            try:
-                self._agent.deregister_memory(self._registrations.pop(ptr))
-            except Exception:  # the memory is merely pinned for longer
-                logger.exception("NIXL could not deregister the memory at %#x", region.start)
+        while not self._closed:  # then the registrations go with the agent
+            with contextlib.suppress(TransferError), self._turn():
+                try:
+                    self._agent.deregister_memory(self._registrations.pop(ptr))
+                except Exception:  # the memory is merely pinned for longer
+                    logger.exception("NIXL could not deregister the memory at %#x", region.start)
+                return
 
     # From here on with the lock.
 
@@ -410,10 +431,7 @@ class NixlTransport:
 
     def _settle(self, write: _Write, error: TransferError | None) -> None:
         self._writes.remove(write)
-        if error is None:
-            write.settled.set_result(None)
-        else:
-            write.settled.set_exception(error)
+        self._ended.append((write, error))
 
     def _remote(self, meta: bytes) -> str:
         name = self._remotes.pop(meta, None)
@@ -515,7 +533,12 @@ def _cut(src: int, dst: int, nbytes: int, copiers: int) -> list[_Range]:
 def _quiet(write: _Write) -> "Future[None]":
     """A future that is done when the write is, without its error: the caller has its own already."""
     ended: Future[None] = Future()
-    write.settled.add_done_callback(lambda _: ended.set_result(None))
+
+    def told(settled: "Future[None]") -> None:
+        if not isinstance(settled.exception(), TransferTimeout):  # it goes on, and nobody will know when it ends
+            ended.set_result(None)
+
+    write.settled.add_done_callback(told)
     return ended
 
 
