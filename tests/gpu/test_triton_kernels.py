@@ -204,7 +204,8 @@ class TestPointwise:
                 out, stream = tensor_cores.pointwise().add_rms_norm(part, before, weight[0, :width].cuda(), 1e-6)
                 total = part if before is None else (part.float() + before.float()).to(BF16)
                 squares = hopper.sum_of_squares(total, before is not None)
-                normed = total.float() * torch.rsqrt(squares / width + 1e-6) * weight[0, :width].cuda().float()
+                mean = squares / torch.tensor(float(width), device="cuda")  # by a Python number torch would multiply
+                normed = total.float() * torch.rsqrt(mean + 1e-6) * weight[0, :width].cuda().float()
                 assert stream.equal(total) and out.equal(normed.to(BF16))
         k, w, b = wide(tokens, 128).to(BF16), torch.randn(128), torch.randn(128)
         ours = tensor_cores.pointwise().layer_norm(k.cuda(), w.cuda(), b.cuda(), 1e-6)

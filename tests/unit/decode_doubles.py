@@ -37,6 +37,7 @@ class DoubleEngine:
     def __init__(self, max_seq_len: int) -> None:
         self.max_seq_len = max_seq_len
         self.kv: PromptKV | None = None
+        self.answer: list[int] = []
 
     def inject(self, kv: PromptKV) -> None:
         if self.kv is not None:
@@ -53,6 +54,9 @@ class DoubleEngine:
                 for _ in range(200):
                     for _ in kv.layers:
                         time.sleep(0.05)
+        # Now, not while it decodes: the slot belongs to the next request as soon as this returns.
+        planes = [plane for layer in kv.layers for plane in (layer.latent, layer.rope, layer.index_pages)]
+        self.answer = [plane_token(plane) for plane in planes if plane is not None]
 
     def decode(
         self, first_token_id: int, max_tokens: int, sampling: SamplingParams, top_logprobs: int | None = None
@@ -81,9 +85,8 @@ class DoubleEngine:
             case "no_end":
                 return
             case _:
-                planes = [p for layer in self.kv.layers for p in (layer.latent, layer.rope, layer.index_pages)]
-                for plane in [p for p in planes if p is not None][: max_tokens - 1]:
-                    yield [self._token(plane_token(plane), top_logprobs)]
+                for token in self.answer[: max_tokens - 1]:
+                    yield [self._token(token, top_logprobs)]
         yield Finished("length", {"steps": 3})
 
     def _endless(self) -> Iterator[list[Token]]:
