@@ -46,6 +46,12 @@ from tilert_ref.golden.replay import (
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
+STEPS = {
+    "tokens": "tokens",
+    "captured": "tokens of captured steps",
+    "followed_tokens": "tokens in vLLM's order over vLLM's rows",
+}
+"""Counts of a Report, and what it calls them."""
 
 
 @dataclass
@@ -86,9 +92,8 @@ class Report:
     captured: tokens of the decode graph, where the engine has one, from the second on. followed_tokens: tokens from the
     second on where decode attends to vLLM's own choices, in vLLM's order, over vLLM's rows. carried: bytes of planes
     that are the same after inject and reading back. decoded: per "layer field" the bytes that decode wrote; followed:
-    the same of that other decode. choices: sets of positions,
-    beyond index_topk. off_edge: for each set that differs, how far the worst of the differing tokens' scores is from
-    our edge, as a share of it: 0 is an exact tie.
+    the same of that other decode. choices: sets of positions, beyond index_topk. off_edge: for each set that differs,
+    how far the worst of the differing tokens' scores is from our edge, as a share of it: 0 is an exact tie.
     """
 
     tokens: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(get_args(Verdict), 0))
@@ -107,18 +112,13 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        counts = self.tokens, self.captured, self.followed_tokens
-        return any(count["diverged"] for count in counts) or self.carried.equal < self.carried.total
+        return any(getattr(self, steps)["diverged"] for steps in STEPS) or self.carried.equal < self.carried.total
 
     def merge(self, other: "Report") -> None:
         """Adds the comparison of other prompts of the same recording."""
-        for mine, theirs in (
-            (self.tokens, other.tokens),
-            (self.captured, other.captured),
-            (self.followed_tokens, other.followed_tokens),
-        ):
-            for verdict, count in theirs.items():
-                mine[verdict] += count
+        for steps in STEPS:
+            for verdict, count in getattr(other, steps).items():
+                getattr(self, steps)[verdict] += count
         self.differences += other.differences
         self.off_edge += other.off_edge
         self.largest_logprob_difference = max(self.largest_logprob_difference, other.largest_logprob_difference)
@@ -135,11 +135,8 @@ class Report:
                 mine.setdefault(name, Share()).merge(share)
 
     def lines(self) -> Iterable[str]:
-        for what, t in (
-            ("tokens", self.tokens),
-            ("tokens of captured steps", self.captured),
-            ("tokens in vLLM's order over vLLM's rows", self.followed_tokens),
-        ):
+        for steps, what in STEPS.items():
+            t = getattr(self, steps)
             if any(t.values()):
                 yield f"{what}: {t['identical']} identical, {t['tie']} tie, {t['diverged']} diverged"
         yield f"logprobs: largest difference {self.largest_logprob_difference:.4f}"
