@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -34,6 +35,8 @@ READY_TIMEOUT_S = 300.0  # a vLLM on a busy two-core machine was seen to take 12
 STOP_GRACE_S = 10.0  # vLLM needs 1 to 3 s for its own shutdown
 UNKILLABLE_S = 10.0
 REPORT_EVERY_S = 10.0
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT, LAST_PORT = 10000, 65535  # below are the ports of well-known services
 VLLM_TOOL_PARSERS = {"glm47": "glm47", "dsv32": "deepseek_v32"}
 """Our grammar of answers -> vLLM's name for its tool parser."""
 # Ends every process of session $1. In /proc/PID/stat the fields after the name are state, parent, group, session.
@@ -236,12 +239,27 @@ def wait_ready(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody listens on now."""
+    """Different TCP ports that nobody listens on now and that the kernel gives to nobody who doesn't name them.
+
+    A port from the kernel's own range is free when it is looked up, and can be another program's (the source of a
+    connection, or what `--port 0` got) before the program that it is meant for binds it.
+    """
+    low, high = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = [*range(FIRST_PORT, low), *range(high + 1, LAST_PORT + 1)]
+    if len(ports) < count:
+        raise StackError(f"the kernel gives out the ports {low} to {high}: no {count} others above {FIRST_PORT}")
+    random.SystemRandom().shuffle(ports)
+    free = []
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((LOCALHOST, 0))
-        return [s.getsockname()[1] for s in sockets]
+        for port in ports:
+            s = held.enter_context(socket.socket())
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                s.bind((LOCALHOST, port))
+                free.append(port)
+            if len(free) == count:
+                return free
+    raise StackError(f"of the ports outside {low} to {high} only {len(free)} are free, {count} are needed")
 
 
 def free_port() -> int:

@@ -7,7 +7,6 @@ minutes; the senders are driven over a pipe instead of by vLLM.
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -155,9 +154,3 @@ def claim_of(body: dict[str, Any]) -> Claim:
     rid = body["request_id"]
     host, port = params["tilert_host"], params["tilert_ctrl_port"]
     return Claim(rid, rid, len(prompt), prompt[-1], [], host, port)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

@@ -30,6 +30,7 @@ from fault_plan import Ask, Plan
 from fault_proxies import ControlProxy, Fault, HttpProxy, Steps
 
 from tilert_ref.connector.layout import PLANES
+from tilert_ref.stack import free_port
 
 START_S = 90.0
 REQUEST_S = 25.0
@@ -121,7 +122,7 @@ class World:
             for proxy in (node.control, node.http):
                 self._call(proxy.listen())
         self.vllm_port = self._call(self._listen())
-        self.router_port = processes.free_port()
+        self.router_port = free_port()
         self.revive()
         if failed := self._probe():  # the first handoff of a sender starts its NIXL
             raise TimeoutError(failed[0])
@@ -186,6 +187,8 @@ class World:
         return engine.get("state") == "ready" and _lives(node.engine)
 
     def _router_up(self) -> bool:
+        if not _running(self.router):
+            raise RuntimeError(f"the router ended: {(self.directory / 'router').read_text()[-2000:]}")
         return _call(self.router_port, "GET", "/health", None, 3.0)[1].get("status") == "ok"
 
     @staticmethod
@@ -522,7 +525,7 @@ def _read_whole(reply: http.client.HTTPResponse, answer: Answer) -> None:
     if answer.status == 200:
         answer.ids, answer.complete = message["choices"][0]["token_ids"], True
     else:
-        answer.error = str(message["error"].get("code"))
+        answer.error = str(message["error"].get("code") if "error" in message else message)
 
 
 def _shm() -> set[str]:

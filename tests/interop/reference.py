@@ -110,9 +110,3 @@ class Reference:
         self._process.stdout.close()
         self._process.wait(LIMIT_S)
         self._log.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on at this moment; the published servers can't choose one themselves."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]

@@ -317,12 +317,14 @@ class TheirReceiver:
     def __init__(self, scenario: Scenario, device: str, out: Path) -> None:
         import ours
         import reference
+
+        from tilert_ref.stack import free_port
         from wire_case import Case
 
         case = Case(scenario.profile, scenario.kv_cache_dtype, max_seq_len=MAX_SEQ_LEN)
         self._layout = ours.layout_of(case)
         self._file = out.with_suffix(".planes")
-        self.port = reference.free_port()
+        self.port = free_port()
         self._reference = reference.Reference(sys.executable, out.with_suffix(".reference.log"))
         self._part = self._reference.start(
             "receiver", model=scenario.profile, kv_cache_dtype=scenario.kv_cache_dtype, max_seq_len=MAX_SEQ_LEN,

@@ -9,9 +9,11 @@ import ours
 import pytest
 import torch
 import wire_case
-from reference import Reference, free_port
+from reference import Reference
 from sweep import FORMATS, LENGTHS, SPREAD, environment, profile_name
 from wire_case import Case
+
+from tilert_ref.stack import free_port
 
 
 @pytest.mark.parametrize("case", FORMATS + SPREAD + LENGTHS, ids=str)

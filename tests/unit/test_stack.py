@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tilert_ref.stack import Command, Process, StackError, free_port, free_ports, wait_ready
+from tilert_ref import stack
+from tilert_ref.stack import EPHEMERAL_PORTS, Command, Process, StackError, free_port, free_ports, wait_ready
 
 # Answers /health, ends on SIGTERM unless told not to. Has a child in its process group and one in another.
 SERVER = """
@@ -151,5 +153,19 @@ def test_nothing_outlives_the_owner(tmp_path: Path, number: int) -> None:
     assert await_true(lambda: not [pid for pid in pids if running(pid)], 10)
 
 
-def test_free_ports_are_different() -> None:
-    assert len(set(free_ports(20))) == 20
+def test_free_ports_are_different_and_no_other_program_gets_one_by_chance() -> None:
+    """A decode server with --http-port 0 once got the port that the router was to have, and answered in its place."""
+    low, high = map(int, EPHEMERAL_PORTS.read_text().split())
+    ports = free_ports(200)
+    assert len(set(ports)) == 200
+    assert not [port for port in ports if low <= port <= high]
+
+
+def test_ports_that_somebody_listens_on_are_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "range").write_text(f"{port + 2}\t65535\n")
+        monkeypatch.setattr(stack, "EPHEMERAL_PORTS", tmp_path / "range")
+        monkeypatch.setattr(stack, "FIRST_PORT", port)
+        with pytest.raises(StackError, match="only . are free, 2 are needed"):
+            free_ports(2)
