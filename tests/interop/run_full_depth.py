@@ -317,9 +317,9 @@ class TheirReceiver:
     def __init__(self, scenario: Scenario, device: str, out: Path) -> None:
         import ours
         import reference
+        from wire_case import Case
 
         from tilert_ref.stack import free_port
-        from wire_case import Case
 
         case = Case(scenario.profile, scenario.kv_cache_dtype, max_seq_len=MAX_SEQ_LEN)
         self._layout = ours.layout_of(case)
