@@ -392,7 +392,7 @@ def write_plan(
     src_planes = src.bases_at(src_bases)
     planes = PLANES if src.profile.has_index else PLANES[:2]
     ordered = sorted(layers)
-    for layer in ordered:
+    for layer in ordered[:1] + ordered[-1:]:
         src.check_layer(layer)
     columns = [
         zip(

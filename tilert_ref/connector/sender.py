@@ -19,6 +19,7 @@ Source: protocol.md 3 and 6.3.
 """
 
 import contextlib
+import functools
 import heapq
 import itertools
 import logging
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from tilert_ref.connector import codec, wire
@@ -349,12 +351,11 @@ class _Attempt:
     def _plan(self, hello: Hello) -> _Plan:
         """Every copy that this rank may make into hello's slot, by layer."""
         slot = self._job.slot
-        target = replace(slot.layout, max_seq_len=hello.max_seq_len, nshards=hello.shard_count)
-        owned = range(slot.rank, slot.layout.profile.num_layers, slot.layout.nshards)
-        plan: _Plan = {layer: [] for layer in owned}
-        for copy in write_plan(slot.layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, owned):
-            plan[copy.layer].append(copy)
-        return plan
+        layout = slot.layout
+        target = _resized(layout, hello.max_seq_len, hello.shard_count)
+        owned = range(slot.rank, layout.profile.num_layers, layout.nshards)
+        copies = write_plan(layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, owned)
+        return {layer: list(mine) for layer, mine in itertools.groupby(copies, attrgetter("layer"))}
 
     def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
@@ -396,6 +397,11 @@ class _Attempt:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+@functools.lru_cache(64)  # the node's is the same for each of its requests
+def _resized(layout: BufferLayout, max_seq_len: int, nshards: int) -> BufferLayout:
+    return replace(layout, max_seq_len=max_seq_len, nshards=nshards)
 
 
 def _copies(plan: _Plan) -> list[Copy]:

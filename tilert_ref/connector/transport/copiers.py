@@ -17,6 +17,7 @@ from pathlib import Path
 _TASKS = Path("/proc/self/task")
 _LIBC = ctypes.CDLL(None)
 _PR_SET_TIMERSLACK = 29
+_ON_TIME = threading.local()
 
 
 @contextlib.contextmanager
@@ -49,8 +50,9 @@ def _processors() -> list[int]:
 
 def wake_on_time() -> None:
     """This thread's timed waits end within 1 us of their time; Linux allows itself 50 otherwise."""
-    if hasattr(_LIBC, "prctl"):
+    if not hasattr(_ON_TIME, "thread") and hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
+    _ON_TIME.thread = True
 
 
 def _tasks() -> set[int]:
