@@ -253,7 +253,12 @@ class Report:
 def checkpoint(args: argparse.Namespace, scratch: Path, report: Report) -> Path:
     """The trained model, --model, or with --arch a random one made for the occasion."""
     if args.arch is None:
-        return args.model or model_dir(TRAINED)
+        model = args.model or model_dir(TRAINED)
+        if json.loads((model / "config.json").read_text()).get("index_topk") is not None:
+            raise ValueError(
+                f"{model} attends sparsely (index_topk); the demo's vLLM, a CPU's, serves dense models only"
+            )
+        return model
     make_tiny(scratch / f"tiny-{args.arch}", args.arch)
     report.step(f"made a tiny checkpoint of {args.arch}: real kernel widths, random weights")
     return scratch / f"tiny-{args.arch}"
@@ -394,6 +399,8 @@ def main(argv: list[str] | None = None) -> int:
             result = run(args, report)
     except (StackError, ValueError, OSError, openai.OpenAIError, httpx.HTTPError) as error:
         report.line(f"\ndemo failed: {error}")
+        if isinstance(error, StackError) and args.logs is None:
+            report.line("the programs' logs are gone; --logs DIR keeps them")
         return 2
     except KeyboardInterrupt:
         report.line("\ninterrupted; everything is stopped")

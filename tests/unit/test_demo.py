@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tilert_ref import demo
 from tilert_ref.demo import END, Answer, Comparison, Reference, compare, main
+from tilert_ref.stack import StackError
+from tilert_ref.tiny import model_dir
 from tilert_ref.verdict import judge
 
 TOP = [(7, -1.0), (8, -2.0)]
@@ -87,7 +90,25 @@ def test_mtp_without_an_mtp_layer_is_refused(capsys: pytest.CaptureFixture[str])
     assert "dsv2 has no MTP layer" in capsys.readouterr().err
 
 
+def test_a_sparse_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(model_dir("tiny-dsv32"))]) == 2
+    assert "attends sparsely (index_topk)" in capsys.readouterr().out
+
+
 def test_no_tokenizer_is_a_failure_and_no_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["--model", str(tmp_path)]) == 2
     assert "demo failed: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "said"), [([], True), (["--logs", "logs"], False)])
+def test_where_logs_would_be_kept_is_said_when_they_are_lost(
+    flags: list[str], said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise StackError("vLLM ended")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "run", fails)
+    assert main(flags) == 2
+    assert ("--logs DIR keeps them" in capsys.readouterr().out) == said
