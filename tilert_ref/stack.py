@@ -239,27 +239,23 @@ def wait_ready(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that nobody listens on now and that the kernel gives to nobody who doesn't name them.
+    """Different TCP ports that nobody has now, and that the kernel gives to nobody who doesn't name them.
 
     A port from the kernel's own range is free when it is looked up, and can be another program's (the source of a
-    connection, or what `--port 0` got) before the program that it is meant for binds it.
+    connection, or what `--port 0` got) before the program that it is meant for binds it. Only a machine whose kernel
+    gives out all ports gets such ones here.
     """
     low, high = map(int, EPHEMERAL_PORTS.read_text().split())
-    ports = [*range(FIRST_PORT, low), *range(high + 1, LAST_PORT + 1)]
-    if len(ports) < count:
-        raise StackError(f"the kernel gives out the ports {low} to {high}: no {count} others above {FIRST_PORT}")
-    random.SystemRandom().shuffle(ports)
-    free = []
+    others = [*range(FIRST_PORT, low), *range(high + 1, LAST_PORT + 1)]
+    random.SystemRandom().shuffle(others)  # tests seed the other one, and several run at the same time
+    free: list[int] = []
     with contextlib.ExitStack() as held:
-        for port in ports:
+        while len(free) < count:
             s = held.enter_context(socket.socket())
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                s.bind((LOCALHOST, port))
-                free.append(port)
-            if len(free) == count:
-                return free
-    raise StackError(f"of the ports outside {low} to {high} only {len(free)} are free, {count} are needed")
+            with contextlib.suppress(OSError) if others else contextlib.nullcontext():
+                s.bind((LOCALHOST, others.pop() if others else 0))
+                free.append(s.getsockname()[1])
+    return free
 
 
 def free_port() -> int:
@@ -448,7 +444,7 @@ class Stack:
         self.logs = logs or Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tilert-ref-logs-")))
         self.steps = self.logs / "steps.jsonl"
         self.native: Process | None = None
-        vllm_port, router_port, *ports = free_ports(2 + 2 * n_decode)
+        vllm_port, router_port, native_port, native_side, side, *ports = free_ports(5 + 2 * n_decode)
         nodes = list(zip(ports[::2], ports[1::2], strict=True))
         connector, env = connector_config(transport), dict(vllm_env or {})
         shared = {
@@ -459,11 +455,12 @@ class Stack:
         }
         if native_pool:
             connector = multi_connector_config(connector, nixl_config("kv_producer"), step_log_config(self.steps))
-            port, *side = free_ports(3)
             consumer = {"name": "native vLLM", "kv_transfer_config": nixl_config("kv_consumer")}
-            native = vllm_server(model_dir, port, **consumer, **shared, extra_env=env | side_channel(side[0]))
+            native = vllm_server(
+                model_dir, native_port, **consumer, **shared, extra_env=env | side_channel(native_side)
+            )
             self.native = self._process(native, "vllm-native")
-            env |= side_channel(side[1])
+            env |= side_channel(side)
         prefill = vllm_server(model_dir, vllm_port, kv_transfer_config=connector, **shared, extra_env=env)
         settings = {"num_mtp": num_mtp, "engine": engine, "transport": transport, "max_seq_len": max_seq_len}
         self.vllm = self._process(prefill, "vllm")

@@ -50,9 +50,9 @@ def _processors() -> list[int]:
 
 def wake_on_time() -> None:
     """This thread's timed waits end within 1 us of their time; Linux allows itself 50 otherwise."""
-    if not hasattr(_ON_TIME, "thread") and hasattr(_LIBC, "prctl"):
+    if not hasattr(_ON_TIME, "done") and hasattr(_LIBC, "prctl"):
         _LIBC.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
-    _ON_TIME.thread = True
+    _ON_TIME.done = True
 
 
 def _tasks() -> set[int]:
