@@ -12,13 +12,24 @@ from hypothesis import strategies as st
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import nixl
 from tilert_ref.connector.transport.copiers import side_by_side
-from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _batches, _Prepared
+from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _batches, _Prepared, _ranges, _sources, _Staged
+
+
+class Ready(_Prepared):
+    """For writes of these copies. pieces: (source, destination, bytes) of each descriptor."""
+
+    def __init__(self, copies: list[Copy], copiers: int) -> None:
+        super().__init__({"nixl_meta": ""}, copies, _Staged(_sources(copies), copiers))
+        self.pieces = [
+            (src, dst, nbytes) for (src, nbytes), (dst, _, _) in zip(self.staged.pieces, self.targets, strict=True)
+        ]
+        assert [nbytes for _, nbytes in self.staged.pieces] == [nbytes for _, nbytes, _ in self.targets]
 
 
 def pieces(copies: list[Copy], copiers: int) -> list[tuple[int, int, int]]:
     """(source, destination, bytes) of each descriptor of a write of these copies, in order."""
-    prepared = _Prepared({"nixl_meta": ""}, copies, copiers)
-    (batch,) = _batches(copies)
+    prepared = Ready(copies, copiers)
+    (batch,) = _batches(_ranges(copies))
     return [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]
 
 
@@ -60,10 +71,10 @@ def test_any_part_of_what_was_prepared_is_every_byte_of_it_once(
     part = data.draw(st.lists(st.sampled_from(copies), unique=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nixl, "BATCH_BYTES", limit)
-        prepared = _Prepared({"nixl_meta": ""}, copies, copiers)
-        assert prepared.covers(part)
-        assert not prepared.covers([Copy(1 << 39, 1 << 41, 5, 0, "kv")])
-        batches = list(_batches(part))
+        prepared = Ready(copies, copiers)
+        assert prepared.covers(_ranges(part))
+        assert not prepared.covers([(1 << 39, 1 << 41, 5)])
+        batches = list(_batches(_ranges(part)))
     moved: list[tuple[int, int]] = []
     for batch in batches:
         chosen = [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]

@@ -112,6 +112,26 @@ def test_who_hears_that_a_write_ended_may_use_the_transport(transport: NixlTrans
     assert heard == [1]
 
 
+def test_nixls_lists_are_let_go_with_their_context_and_the_transport(transport: NixlTransport) -> None:
+    whole = copies(transport)
+    sources = [(copy.src, copy.nbytes) for copy in whole]
+    with transport.staged(sources) as staged, transport.prepared(META, whole, staged) as meta:
+        assert transport._lists == [staged.list, meta.list]
+    assert transport._lists == []
+    with transport.staged(sources) as staged, transport.prepared(META, whole, staged):
+        transport.close()
+        assert transport._lists == []
+
+
+def test_a_busy_agent_is_not_waited_for_while_a_receiver_waits(
+    transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "STAGING_PATIENCE_S", 0.05)
+    whole = copies(transport)
+    with transport._turn(), transport.staged([(copy.src, copy.nbytes) for copy in whole]) as staged:
+        assert staged is None
+
+
 def test_nothing_to_prepare(transport: NixlTransport) -> None:
     with transport.prepared(META, []) as meta:
         transport.write(meta, [], b"", time.monotonic() + 1)

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -29,11 +29,12 @@ from tilert_ref.connector.codec import (
     name_bases,
 )
 from tilert_ref.connector.extract import Extractor, Job
-from tilert_ref.connector.layout import BufferLayout
+from tilert_ref.connector.layout import BufferLayout, Copy
 from tilert_ref.connector.receiver import HandoffFailed, HandoffTimeout, ReceiveServer
 from tilert_ref.connector.sender import Sender, SenderConfig
 from tilert_ref.connector.staging import Slot, StagingExhausted, StagingPool
 from tilert_ref.connector.transport import TRANSPORTS, TransferError, TransferTimeout, make_transport
+from tilert_ref.connector.transport.zmq import ZmqTransport
 
 NEVER = threading.Event()
 BLOCK = 16
@@ -172,6 +173,44 @@ def test_slots_are_used_again(node: Node, prefill: Prefill) -> None:
         node.receive(f"r{index}")
         eventually(lambda: prefill.idle)
     assert prefill.pool.total_bytes == LAYOUT.shard_bytes
+
+
+def test_sources_are_made_ready_before_hello_and_destinations_before_the_answer(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+
+    class Watched(ZmqTransport):
+        @contextlib.contextmanager
+        def staged(self, sources: Sequence[tuple[int, int]]) -> Iterator[Any]:
+            log.append("staged")
+            yield sources
+            log.append("sources let go")
+
+        @contextlib.contextmanager
+        def prepared(
+            self, meta: dict[str, Any], copies: Sequence[Copy], staged: Any = None
+        ) -> Iterator[dict[str, Any]]:
+            assert [(copy.src, copy.nbytes) for copy in copies] == staged
+            log.append("prepared")
+            yield meta
+            log.append("destinations let go")
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            log.append(name)
+            return method(*arguments)
+
+        return call
+
+    for name in ("hello", "reply"):
+        monkeypatch.setattr(wire.Connection, name, noted(name, getattr(wire.Connection, name)))
+    prefill = Prefill(lambda: Watched(None))
+    prefill.step(node.claim("a"))
+    assert node.receive("a").equal(rows_of(40))
+    eventually(lambda: prefill.idle)
+    assert log == ["staged", "hello", "prepared", "reply", "destinations let go", "sources let go"]
+    prefill.sender.close()
 
 
 @every_transport
@@ -411,7 +450,10 @@ class Stuck:
     def register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
         pass
 
-    def prepared(self, meta: dict[str, Any], copies: object) -> "contextlib.nullcontext[dict[str, Any]]":
+    def staged(self, sources: object) -> "contextlib.nullcontext[None]":
+        return contextlib.nullcontext()
+
+    def prepared(self, meta: dict[str, Any], *_: object) -> "contextlib.nullcontext[dict[str, Any]]":
         return contextlib.nullcontext(meta)
 
     def write(self, *_: Any) -> None:

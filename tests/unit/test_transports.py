@@ -1,5 +1,6 @@
 """The transports for real: a receiver in another process, faults included."""
 
+import contextlib
 import random
 import threading
 import time
@@ -93,10 +94,18 @@ def test_scattered_copies_arrive_and_nothing_else_changes(sender: Transport, pee
         assert peer.read() == wanted
 
 
-def test_what_was_prepared_is_written_in_parts_and_nothing_before(sender: Transport, peer: Peer) -> None:
+@pytest.mark.parametrize("stages", [None, 4, 3, 0])
+def test_what_was_prepared_is_written_in_parts_and_nothing_before(
+    sender: Transport, peer: Peer, stages: int | None
+) -> None:
+    """stages: of how many of the copies the sources were staged before; all of them, or it is of no use."""
     source, unit = Source(sender), NBYTES // 4
     copies = [copy(source, peer, at * unit, (3 - at) * unit, unit - at) for at in range(4)]
-    with sender.prepared(peer.meta, copies) as meta:
+    with contextlib.ExitStack() as stack:
+        staged = None
+        if stages is not None:
+            staged = stack.enter_context(sender.staged([(c.src, c.nbytes) for c in copies[:stages]]))
+        meta = stack.enter_context(sender.prepared(peer.meta, copies, staged))
         assert peer.read() == bytes(NBYTES)
         sender.write(meta, copies[2:], TAG, soon())
         assert peer.read()[2 * unit :] == bytes(NBYTES - 2 * unit)
@@ -112,6 +121,12 @@ def test_what_was_prepared_is_written_in_parts_and_nothing_before(sender: Transp
 def test_what_cannot_be_prepared_is_an_error_of_the_write(sender: Transport, peer: Peer) -> None:
     source = Source(sender)
     wrong = [copy(source, peer, NBYTES - 8, 0, 9)]
+    with (
+        sender.staged([(copy.src, copy.nbytes) for copy in wrong]) as staged,
+        sender.prepared(peer.meta, wrong, staged) as meta,
+        pytest.raises(TransferError, match="not in registered memory"),
+    ):
+        sender.write(meta, wrong, TAG, soon())
     with sender.prepared(peer.meta, wrong) as meta, pytest.raises(TransferError, match="not in registered memory"):
         sender.write(meta, wrong, TAG, soon())
     with sender.prepared({}, wrong) as meta, pytest.raises(TransferError):

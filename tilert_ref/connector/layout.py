@@ -7,7 +7,6 @@ offsets, write plans, comparisons and docs/layout.md are derived from them. Prin
 Source: protocol.md sections 8 (layout, versions), 7.1 (write plan), 11 (worked example).
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -367,6 +366,15 @@ class Copy(NamedTuple):
     plane: Plane
 
 
+class Source(NamedTuple):
+    """A layer's part of a plane in staging: nbytes at absolute address src."""
+
+    src: int
+    nbytes: int
+    layer: int
+    plane: Plane
+
+
 def write_plan(
     src: BufferLayout,
     src_bases: Sequence[int],
@@ -377,43 +385,59 @@ def write_plan(
 ) -> list[Copy]:
     """The copies that move `seq_len` tokens of `layers` from staging to the receive buffer (protocol.md 7.1, 8.4).
 
+    Args:
+        src_bases, seq_len, layers: see `read_plan`.
+        dst: the receiver's layout: `dataclasses.replace(src, max_seq_len=hello.max_seq_len, nshards=...)`.
+    """
+    _check_compatible(src, dst)
+    dst.check_seq_len(seq_len)
+    return aimed(read_plan(src, src_bases, seq_len, layers), dst, dst_bases)
+
+
+def read_plan(src: BufferLayout, src_bases: Sequence[int], seq_len: int, layers: Collection[int]) -> list[Source]:
+    """What `seq_len` tokens of `layers` are in staging: the half of a write plan that is known before hello.
+
     Layers ascending; per layer kv, pe, ki (no ki without an indexer). Lengths of ki are whole pages.
 
     Args:
         src_bases: address of each staging shard. A rank that owns one shard of several may put 0 for the others, whose
             layers it must not ask for.
-        dst: the receiver's layout: `dataclasses.replace(src, max_seq_len=hello.max_seq_len, nshards=...)`.
     """
-    _check_compatible(src, dst)
     src.check_seq_len(seq_len)
-    dst.check_seq_len(seq_len)
     if len(set(layers)) != len(layers):
         raise LayoutError(f"a layer is listed twice: {sorted(layers)}")
-    src_planes = src.bases_at(src_bases)
-    planes = PLANES if src.profile.has_index else PLANES[:2]
     ordered = sorted(layers)
     for layer in ordered[:1] + ordered[-1:]:
         src.check_layer(layer)
-    columns = [
-        zip(
-            _addresses(src, src_planes, plane, ordered),
-            _addresses(dst, dst_bases, plane, ordered),
-            itertools.repeat(src.layer_bytes(plane, seq_len)),
-            ordered,
-            itertools.repeat(plane),
-        )
-        for plane in planes
-    ]
-    return list(map(Copy._make, itertools.chain.from_iterable(zip(*columns, strict=True))))
+    places = _places(src, src.bases_at(src_bases))
+    nbytes = {plane: src.layer_bytes(plane, seq_len) for plane in PLANES}
+    planes = PLANES if src.profile.has_index else PLANES[:2]
+    return [Source(_address(*places[p], layer), nbytes[p], layer, p) for layer in ordered for p in planes]
 
 
-def _addresses(layout: BufferLayout, bases: PlaneBases, plane: Plane, layers: Sequence[int]) -> list[int]:
-    """Where each layer's part of the plane begins, see `BufferLayout.offset`."""
-    shards: list[int] = getattr(bases, plane)
-    if len(shards) != layout.nshards:
-        raise LayoutError(f"{len(shards)} {plane} addresses for {layout.nshards} shards")
-    stride, nshards = layout.layer_bytes(plane), layout.nshards
-    return [shards[layer % nshards] + layer // nshards * stride for layer in layers]
+def aimed(sources: Sequence[Source], dst: BufferLayout, dst_bases: PlaneBases) -> list[Copy]:
+    """Each source to its place in a receive buffer, see `write_plan`, which checks what is not checked here."""
+    places = _places(dst, dst_bases)
+    return [Copy(src, _address(*places[p], layer), nbytes, layer, p) for src, nbytes, layer, p in sources]
+
+
+_Place = tuple[list[int], int]
+
+
+def _places(layout: BufferLayout, bases: PlaneBases) -> dict[Plane, _Place]:
+    """Per plane: its address in each shard, and the bytes of a layer."""
+    places: dict[Plane, _Place] = {}
+    for plane in PLANES:
+        shards: list[int] = getattr(bases, plane)
+        if len(shards) != layout.nshards:
+            raise LayoutError(f"{len(shards)} {plane} addresses for {layout.nshards} shards")
+        places[plane] = shards, layout.layer_bytes(plane)
+    return places
+
+
+def _address(shards: list[int], stride: int, layer: int) -> int:
+    """Where a layer's part of a plane begins, see `BufferLayout.offset`."""
+    return shards[layer % len(shards)] + layer // len(shards) * stride
 
 
 def _check_compatible(src: BufferLayout, dst: BufferLayout) -> None:

@@ -4,7 +4,7 @@ At most one thread per destination, so a slow or dead node holds up nobody else'
 nothing to do for a while. Jobs to one destination go one after the other, but a job that a node refused for now waits
 aside.
 
-    connect, read hello, check it, announce
+    connect, read hello, check it, announce; what takes time before a write is done where the node has to be waited for
         accept              write the parts as the forward pass delivers them, then done
         busy, cancelling    once more after 0.2, 0.4, 0.8, 1.6 s
         anything else       the job fails: named in the log, and decode is told, so that its request fails at once
@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 from tilert_ref.connector import codec, wire
@@ -36,7 +35,7 @@ from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.codec import MAX_REASON, Accept, Announce, Done, HandoffRefused, Hello, ProtocolError
 from tilert_ref.connector.extract import Job, Part
 from tilert_ref.connector.handshake import read_hello
-from tilert_ref.connector.layout import BufferLayout, Copy, Geometry, LayoutError, write_plan
+from tilert_ref.connector.layout import BufferLayout, Copy, Geometry, LayoutError, Source, aimed, read_plan
 from tilert_ref.connector.secret import Secret
 from tilert_ref.connector.staging import Slot
 from tilert_ref.connector.transport import TransferError, TransferTimeout, Transport, write_tag
@@ -51,7 +50,6 @@ MAX_DESTINATIONS = 256
 logger = logging.getLogger(__name__)
 
 Destination = tuple[str, int]
-_Plan = dict[int, list[Copy]]
 
 
 @dataclass(frozen=True)
@@ -273,34 +271,47 @@ class _Attempt:
 
     def _hand_off(self) -> None:
         self._check_alive()
-        self._connect()
         transport = self._transport()
-        config, seq_len = self._config, self._claim.seq_len
-        checkpoint = config.geometry.checkpoint
-        codec.check_hello(self._hello, config.layout, config.senders, transport.name, seq_len, checkpoint)
-        _check_data_address(self._hello, config.allowed, self._connection.peer_address)
         self._register(transport)
-        self._announce()
-        plan = self._plan(self._hello)  # while the node decides; its answer seldom names another slot
+        sources = self._sources()
         with contextlib.ExitStack() as stack:
-            meta = stack.enter_context(transport.prepared(self._hello.meta(), _copies(plan)))
+            deadline = _deadline(HANDSHAKE_TIMEOUT_S)
+            self._connect(deadline)
+            staged = stack.enter_context(transport.staged([(s.src, s.nbytes) for s in sources]))  # while hello comes
+            self._read_hello(deadline)
+            self._check_hello(transport)
+            self._announce()
+            copies = self._aimed(sources, self._hello)  # while the node decides; its answer seldom names another slot
+            meta = stack.enter_context(transport.prepared(self._hello.meta(), copies, staged))
             self._accept = self._answer()
             hello = codec.destination(self._hello, self._accept)
             if hello is not self._hello:
-                codec.check_destination(hello, config.layout)
-                plan = self._plan(hello)
-                meta = stack.enter_context(transport.prepared(hello.meta(), _copies(plan)))
+                codec.check_destination(hello, self._config.layout)
+                copies = self._aimed(sources, hello)
+                meta = stack.enter_context(transport.prepared(hello.meta(), copies, staged))
             while parts := self._job.take(PART_TIMEOUT_S):
                 self._check_alive()
                 self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
-                self._write(transport, meta, plan, parts)
+                self._write(transport, meta, copies, parts)
             self._check_alive()
             self._send_done(True)
 
-    def _connect(self) -> None:
+    def _connect(self, deadline: float) -> None:
+        claim = self._claim
         self._unreachable = True
-        self._connection, self._hello = _greeted(self._claim, self._config)
+        self._connection = wire.connect(claim.host, claim.port, deadline, self._config.allowed)
         self._unreachable = False
+
+    def _read_hello(self, deadline: float) -> None:
+        self._unreachable = True
+        self._hello = read_hello(self._connection, self._config.secret, deadline)
+        self._unreachable = False
+
+    def _check_hello(self, transport: Transport) -> None:
+        hello, config, seq_len = self._hello, self._config, self._claim.seq_len
+        checkpoint = config.geometry.checkpoint
+        codec.check_hello(hello, config.layout, config.senders, transport.name, seq_len, checkpoint)
+        _check_data_address(hello, config.allowed, self._connection.peer_address)
 
     def _announce(self) -> None:
         claim, config = self._claim, self._config
@@ -334,12 +345,12 @@ class _Attempt:
             transport.register(slot.memory.data_ptr(), slot.memory.nbytes, slot.memory)
             slot.registered = True
 
-    def _write(self, transport: Transport, meta: dict[str, Any], plan: _Plan, parts: list[Part]) -> None:
+    def _write(self, transport: Transport, meta: dict[str, Any], copies: list[Copy], parts: list[Part]) -> None:
         for part in parts:
             if part.ready is not None:
                 part.ready.synchronize()
-        mine = ((copy, part) for part in parts for layer in part.layers for copy in plan[layer])
-        copies = [copy for copy, part in mine if copy.plane in part.planes]
+        there = {(layer, plane) for part in parts for layer in part.layers for plane in part.planes}
+        copies = [copy for copy in copies if (copy.layer, copy.plane) in there]
         tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
             transport.write(meta, copies, tag, _deadline(self._config.write_timeout_s))
@@ -348,14 +359,16 @@ class _Attempt:
         except TransferError as error:
             raise TransferError(f"{error}{self._version_note()}") from error
 
-    def _plan(self, hello: Hello) -> _Plan:
-        """Every copy that this rank may make into hello's slot, by layer."""
+    def _sources(self) -> list[Source]:
+        """Everything that this rank may write, by layer."""
         slot = self._job.slot
-        layout = slot.layout
-        target = _resized(layout, hello.max_seq_len, hello.shard_count)
-        owned = range(slot.rank, layout.profile.num_layers, layout.nshards)
-        copies = write_plan(layout, slot.bases, target, hello.plane_bases(), self._claim.seq_len, owned)
-        return {layer: list(mine) for layer, mine in itertools.groupby(copies, attrgetter("layer"))}
+        owned = range(slot.rank, slot.layout.profile.num_layers, slot.layout.nshards)
+        return read_plan(slot.layout, slot.bases, self._claim.seq_len, owned)
+
+    def _aimed(self, sources: list[Source], hello: Hello) -> list[Copy]:
+        """Into hello's slot."""
+        target = _resized(self._job.slot.layout, hello.max_seq_len, hello.shard_count)
+        return aimed(sources, target, hello.plane_bases())
 
     def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
@@ -402,10 +415,6 @@ class _Attempt:
 @functools.lru_cache(64)  # the node's is the same for each of its requests
 def _resized(layout: BufferLayout, max_seq_len: int, nshards: int) -> BufferLayout:
     return replace(layout, max_seq_len=max_seq_len, nshards=nshards)
-
-
-def _copies(plan: _Plan) -> list[Copy]:
-    return list(itertools.chain.from_iterable(plan.values()))
 
 
 def _check_data_address(hello: Hello, allowed: AllowList, peer: str) -> None:

@@ -68,6 +68,8 @@ class Connection:
         self._socket = sock
         self._decoder = FrameDecoder()
         self._payloads: deque[bytes] = deque()
+        self._arrivals = select.poll()
+        self._arrivals.register(sock, select.POLLIN)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
@@ -146,9 +148,7 @@ class Connection:
 
     def check_open(self) -> None:
         """Raises ConnectionLost if the peer's end of the connection is gone. Never blocks, takes nothing away."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if poll.poll(0) and not self._payloads and not self._socket.recv(1, socket.MSG_PEEK):
+        if self._arrivals.poll(0) and not self._payloads and not self._socket.recv(1, socket.MSG_PEEK):
             raise ConnectionLost(f"{self.peer} closed the connection")
 
     def interrupt(self) -> None:

@@ -6,8 +6,8 @@ it to another thread and back took 0.15 ms. What platform.md section 1 measured 
 - A write whose deadline has passed goes on, also after its handle was released. So its handle stays here, and a thread
   polls it until it ends; `TransferTimeout.settled` says when. Whoever gave up must keep the source, and the control
   connection, until then.
-- Making descriptors takes longer than choosing some of those that are there. So they are made while the receiver thinks
-  about the announce, for every copy that may come.
+- Making descriptors takes longer than choosing some of those that are there. So they are made for every copy that may
+  come, while the sender has to wait anyway: the sources' before hello, the destinations' before accept.
 - Over shared memory (CMA) whoever posts a write copies it, and `transfer` keeps Python's lock meanwhile: vLLM's forward
   pass stands still. So a sender of host memory posts to UCX's own threads, `COPIERS` of them: together they copy twice
   as fast as one. Without them `transfer` blocks for the whole copy.
@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -44,6 +44,7 @@ from tilert_ref.connector.transport.regions import Region, Regions
 BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
 PATIENCE_S = 60.0  # with other threads' use of the agent. Starting UCX takes 0.5 to 2 s, more on a loaded machine
+STAGING_PATIENCE_S = 1.0  # the same, while a receiver waits for an announce
 CLOSE_PATIENCE_S = 10.0
 POLL_MIN_S, POLL_MAX_S = 2e-5, 2e-3
 LAST_COPIES_S = 1.0  # for what copiers are at when the transport is closed
@@ -73,23 +74,43 @@ _Range = tuple[int, int, int]
 """Source, destination, bytes."""
 
 
+class _Staged:
+    """Sources of copies that may come: each cut for the copiers, and NIXL's list, one descriptor for each piece."""
+
+    def __init__(self, sources: Sequence[tuple[int, int]], copiers: int) -> None:
+        self.sources = sources
+        self.pieces: list[tuple[int, int]] = []  # address, bytes
+        self.numbers: list[range] = []  # the pieces of each range
+        self.kind = ""  # of memory
+        self.list: Any = None
+        for address, _, nbytes in _short((address, 0, nbytes) for address, nbytes in sources):
+            first = len(self.pieces)
+            self.pieces += _cut(address, nbytes, copiers)
+            self.numbers.append(range(first, len(self.pieces)))
+
+    def holds(self, copies: Sequence[Copy]) -> bool:
+        return self.sources == _sources(copies)
+
+
 class _Prepared(dict[str, Any]):
     """A receiver's hello meta, and descriptors of what may be written there."""
 
-    def __init__(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], copiers: int) -> None:
+    def __init__(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged) -> None:
         super().__init__(hello_meta)
-        self.meta, self.device = _remote_meta(hello_meta)
-        self.pieces: list[_Range] = []
-        self.lists: tuple[Any, ...] = ()  # NIXL's, of sources and destinations, one descriptor for each piece
+        self.meta, device = _remote_meta(hello_meta)
+        self.staged = staged
+        self.targets: list[tuple[int, int, int]] = []  # address, bytes and device of each piece
+        self.list: Any = None
         self.failed = False
-        self._numbers: dict[_Range, range] = {}  # of a range's pieces
-        for whole in _ranges(copies):
-            first = len(self.pieces)
-            self.pieces += _cut(*whole, copiers)
-            self._numbers[whole] = range(first, len(self.pieces))
+        self._numbers: dict[_Range, range] = {}
+        for whole, numbers in zip(_ranges(copies), staged.numbers, strict=True):
+            self._numbers[whole] = numbers
+            shift = whole[1] - whole[0]
+            for address, nbytes in staged.pieces[numbers.start : numbers.stop]:
+                self.targets.append((address + shift, nbytes, device))
 
-    def covers(self, copies: Sequence[Copy]) -> bool:
-        return all(whole in self._numbers for whole in _ranges(copies))
+    def covers(self, ranges: Sequence[_Range]) -> bool:
+        return all(map(self._numbers.__contains__, ranges))
 
     def chosen(self, batch: Sequence[_Range], copiers: int) -> list[int]:
         """Numbers of the batch's descriptors.
@@ -137,6 +158,7 @@ class NixlTransport:
         self._agent: Any = None  # from here on: for whoever holds the lock
         self._registrations: dict[int, Any] = {}
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
+        self._lists: list[Any] = []  # NIXL's, of descriptors
         self._prepared: dict[int, _Prepared] = {}  # by id
         self._writes: list[_Write] = []
         self._ended: list[tuple[_Write, TransferError | None]] = []  # not told yet
@@ -172,27 +194,32 @@ class NixlTransport:
         """One-sided writes cannot be refused."""
 
     @contextlib.contextmanager
-    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> Iterator[dict[str, Any]]:
-        prepared = None
-        with contextlib.suppress(TransferError):  # the write will meet it again
-            prepared = self._prepare(hello_meta, copies, PATIENCE_S) if copies else None
-        try:
-            yield hello_meta if prepared is None else prepared
-        finally:
-            if prepared is not None:
-                self._forget(prepared)
+    def staged(self, sources: Sequence[tuple[int, int]]) -> Iterator[_Staged | None]:
+        with contextlib.ExitStack() as stack:
+            staged = None
+            with contextlib.suppress(TransferError):  # the write will meet it again
+                staged = stack.enter_context(self._staging(sources, STAGING_PATIENCE_S))
+            yield staged
+
+    @contextlib.contextmanager
+    def prepared(
+        self, hello_meta: dict[str, Any], copies: Sequence[Copy], staged: _Staged | None = None
+    ) -> Iterator[dict[str, Any]]:
+        with contextlib.ExitStack() as stack:
+            meta = hello_meta
+            with contextlib.suppress(TransferError):  # as above
+                meta = stack.enter_context(self._preparing(hello_meta, copies, staged, PATIENCE_S))
+            yield meta
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         if not copies:
             return
-        if isinstance(hello_meta, _Prepared) and hello_meta.covers(copies):
-            self._write(hello_meta, copies, deadline)
+        ranges = _ranges(copies)
+        if isinstance(hello_meta, _Prepared) and hello_meta.covers(ranges):
+            self._write(hello_meta, ranges, deadline)
             return
-        prepared = self._prepare(hello_meta, copies, deadline - time.monotonic())
-        try:
-            self._write(prepared, copies, deadline)
-        finally:
-            self._forget(prepared)
+        with self._preparing(hello_meta, copies, None, deadline - time.monotonic()) as prepared:
+            self._write(prepared, ranges, deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -233,35 +260,47 @@ class NixlTransport:
             else:
                 write.settled.set_exception(error)
 
-    def _prepare(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], patience: float) -> _Prepared:
+    @contextlib.contextmanager
+    def _staging(self, sources: Sequence[tuple[int, int]], patience: float) -> Iterator[_Staged]:
         wake_on_time()  # this thread, when it watches the write
-        prepared = _Prepared(hello_meta, copies, self._copiers)
-        device, kind = self._source(copies)
-        source = [(src, nbytes, device) for src, _, nbytes in prepared.pieces]
-        # The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours.
-        target = [(dst, nbytes, prepared.device) for _, dst, nbytes in prepared.pieces]
+        staged = _Staged(sources, self._copiers)
+        device, staged.kind = self._source(sources)
+        pieces = [(address, nbytes, device) for address, nbytes in staged.pieces]
         with self._turn(patience):
-            agent, remote = self._started(), self._remote(prepared.meta)
-            local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", source, kind)
+            staged.list = self._new_list("NIXL_INIT_AGENT", pieces, staged.kind)
+        try:
+            yield staged
+        finally:
+            with contextlib.suppress(TransferError), self._turn():
+                self._release_list(staged.list)
+
+    @contextlib.contextmanager
+    def _preparing(
+        self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged | None, patience: float
+    ) -> Iterator[_Prepared]:
+        """What has been posted when it ends goes on: NIXL has copied the descriptors."""
+        with contextlib.ExitStack() as stack:
+            if staged is None or not staged.holds(copies):
+                staged = stack.enter_context(self._staging(_sources(copies), patience))
+            prepared = _Prepared(hello_meta, copies, staged)
+            with self._turn(patience):
+                try:  # the receiver's memory type is not on the wire. As TileRT does, it is taken to be ours
+                    prepared.list = self._new_list(self._remote(prepared.meta), prepared.targets, staged.kind)
+                except Exception:
+                    self._forget_remote_if_idle(prepared.meta)
+                    raise
+                self._prepared[id(prepared)] = prepared
             try:
-                prepared.lists = local, agent.prep_xfer_dlist(remote, target, kind)
-            except Exception:
-                agent.release_dlist_handle(local)
-                self._forget_remote_if_idle(prepared.meta)
-                raise
-            self._prepared[id(prepared)] = prepared
-        return prepared
+                yield prepared
+            finally:
+                with contextlib.suppress(TransferError), self._turn():
+                    del self._prepared[id(prepared)]
+                    self._release_list(prepared.list)
+                    if prepared.failed:
+                        self._forget_remote_if_idle(prepared.meta)
 
-    def _forget(self, prepared: _Prepared) -> None:
-        """What has been posted goes on: NIXL has copied the descriptors."""
-        with contextlib.suppress(TransferError), self._turn():
-            del self._prepared[id(prepared)]
-            self._release_lists(prepared)
-            if prepared.failed:
-                self._forget_remote_if_idle(prepared.meta)
-
-    def _write(self, prepared: _Prepared, copies: Sequence[Copy], deadline: float) -> None:
-        write = _Write(deque(_batches(copies)), prepared)
+    def _write(self, prepared: _Prepared, ranges: Sequence[_Range], deadline: float) -> None:
+        write = _Write(deque(_batches(ranges)), prepared)
         with self._turn(deadline - time.monotonic()):
             if deadline <= time.monotonic():
                 raise TransferError("the write's deadline passed before it could begin")
@@ -328,8 +367,8 @@ class NixlTransport:
         else:
             for write in self._writes:
                 self._release(write)
-        for prepared in self._prepared.values():
-            self._release_lists(prepared)
+        for handle in list(self._lists):
+            self._release_list(handle)
         self._prepared.clear()
         self._registrations.clear()
         self._agent = None
@@ -391,18 +430,20 @@ class NixlTransport:
 
     def _post(self, write: _Write, batch: list[_Range]) -> None:
         chosen = write.prepared.chosen(batch, self._copiers)
-        source, target = write.prepared.lists
+        source, target = write.prepared.staged.list, write.prepared.list
         write.handle = self._agent.make_prepped_xfer("WRITE", source, chosen, target, chosen)
         write.posted, write.nbytes, write.seen_moving = time.monotonic(), sum(nbytes for *_, nbytes in batch), False
         state = self._agent.transfer(write.handle)
         if state != "PROC":
             self._finish_batch(write, state)
 
-    def _source(self, copies: Sequence[Copy]) -> tuple[int, str]:
-        """(device, memory type) that the copies come from."""
-        start = min(copy.src for copy in copies)
-        region = self._regions.holding(start, max(copy.src + copy.nbytes for copy in copies) - start)
-        regions = [region] if region else [self._regions.find(copy.src, copy.nbytes) for copy in copies]
+    def _source(self, sources: Sequence[tuple[int, int]]) -> tuple[int, str]:
+        """(device, memory type) of the memory that they are in."""
+        if not sources:
+            raise TransferError("there is nothing to write")
+        start, end = min(sources)[0], max(address + nbytes for address, nbytes in sources)
+        region = self._regions.holding(start, end - start)
+        regions = [region] if region else [self._regions.find(*source) for source in sources]
         places = {(_device(region), _memory_type(region)) for region in regions}
         if len(places) != 1:
             raise TransferError(f"one write cannot mix memory of {sorted(places)}")
@@ -424,10 +465,16 @@ class NixlTransport:
             with contextlib.suppress(Exception):  # a failed handle may refuse; NIXL frees it with the agent
                 self._agent.release_xfer_handle(handle)
 
-    def _release_lists(self, prepared: _Prepared) -> None:
-        for handle in prepared.lists:
-            with contextlib.suppress(Exception):  # as in _release
-                self._agent.release_dlist_handle(handle)
+    def _new_list(self, agent: str, pieces: list[tuple[int, int, int]], kind: str) -> Any:
+        """pieces: address, bytes and device. agent: whose memory, by the name that NIXL knows."""
+        handle = self._started().prep_xfer_dlist(agent, pieces, kind)
+        self._lists.append(handle)
+        return handle
+
+    def _release_list(self, handle: Any) -> None:
+        self._lists.remove(handle)
+        with contextlib.suppress(Exception):  # as in _release
+            self._agent.release_dlist_handle(handle)
 
     def _settle(self, write: _Write, error: TransferError | None) -> None:
         self._writes.remove(write)
@@ -499,20 +546,28 @@ def _resting_progress_thread(agent_class: type) -> Iterator[None]:
             bindings.nixlAgentConfig = original
 
 
-def _ranges(copies: Sequence[Copy]) -> Iterator[_Range]:
-    """The copies, cut where one is longer than BATCH_BYTES."""
-    for src, dst, nbytes, _, _ in copies:
+def _sources(copies: Sequence[Copy]) -> list[tuple[int, int]]:
+    return [(src, nbytes) for src, _, nbytes, _, _ in copies]
+
+
+def _ranges(copies: Sequence[Copy]) -> list[_Range]:
+    return list(_short(copy[:3] for copy in copies))
+
+
+def _short(ranges: Iterable[_Range]) -> Iterator[_Range]:
+    """The ranges, cut where one is longer than BATCH_BYTES."""
+    for src, dst, nbytes in ranges:
         while nbytes > BATCH_BYTES:
             yield src, dst, BATCH_BYTES
             src, dst, nbytes = src + BATCH_BYTES, dst + BATCH_BYTES, nbytes - BATCH_BYTES
         yield src, dst, nbytes
 
 
-def _batches(copies: Sequence[Copy]) -> Iterator[list[_Range]]:
+def _batches(ranges: Sequence[_Range]) -> Iterator[list[_Range]]:
     """Lists of at most BATCH_BYTES."""
     batch: list[_Range] = []
     room = BATCH_BYTES
-    for whole in _ranges(copies):
+    for whole in ranges:
         if whole[2] > room:
             yield batch
             batch, room = [], BATCH_BYTES
@@ -522,12 +577,13 @@ def _batches(copies: Sequence[Copy]) -> Iterator[list[_Range]]:
         yield batch
 
 
-def _cut(src: int, dst: int, nbytes: int, copiers: int) -> list[_Range]:
+def _cut(address: int, nbytes: int, copiers: int) -> list[tuple[int, int]]:
     """A piece for each of the copiers, of whole pages but for the last. A range too small for that stays whole."""
     step = nbytes // copiers // _PAGE * _PAGE if copiers else 0
-    last = (copiers - 1) * step if step else 0
-    pieces = [(src + start, dst + start, step) for start in range(0, last, step or 1)]
-    return [*pieces, (src + last, dst + last, nbytes - last)]
+    if not step:
+        return [(address, nbytes)]
+    last = (copiers - 1) * step
+    return [*((address + start, step) for start in range(0, last, step)), (address + last, nbytes - last)]
 
 
 def _quiet(write: _Write) -> "Future[None]":

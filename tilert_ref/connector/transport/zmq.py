@@ -83,7 +83,12 @@ class ZmqTransport:
     def admit(self, tags: Mapping[bytes, int]) -> None:
         self._receiving().admit(tags)
 
-    def prepared(self, hello_meta: dict[str, Any], copies: Sequence[Copy]) -> AbstractContextManager[dict[str, Any]]:
+    def staged(self, sources: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def prepared(
+        self, hello_meta: dict[str, Any], copies: Sequence[Copy], staged: None = None
+    ) -> AbstractContextManager[dict[str, Any]]:
         return contextlib.nullcontext(hello_meta)
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
