@@ -399,7 +399,8 @@ class ReceiveServer:
             actions = self._admission.handle(event, time.monotonic())
             for action in actions:
                 self._note(action)
-            self._admit()
+            if self._transport.fenced:
+                self._admit()
             if not all(map(_unremarkable, actions)):
                 self._changed.notify_all()
         return actions
