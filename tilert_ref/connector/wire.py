@@ -112,8 +112,8 @@ class Connection:
         return self._next(decode_announce, deadline, MAX_FRAME)
 
     def reply(self, deadline: float) -> Accept | Reject:
-        """It mostly comes within REPLY_SOON_S. This thread stays awake so long: to fall asleep and wake takes half of it,
-        and costs the sender of the reply time too. Other threads may run meanwhile."""
+        """It mostly comes within REPLY_SOON_S. For so long this thread stays awake: to fall asleep and wake takes half
+        of it, and costs the sender of the reply time too. Other threads may run meanwhile."""
         soon = time.monotonic() + REPLY_SOON_S
         while not self._payloads and not self._arrivals.poll(0) and time.monotonic() < soon:
             pass
