@@ -132,6 +132,32 @@ def test_a_busy_agent_is_not_waited_for_while_a_receiver_waits(
         assert staged is None
 
 
+def test_what_is_let_go_while_the_agent_is_busy_goes_with_the_next_turn(transport: NixlTransport) -> None:
+    whole = copies(transport)
+    began = time.monotonic()
+    with transport.prepared(META, whole):
+        transport._lock.acquire()
+    assert time.monotonic() - began < 1.0 and len(transport._lists) == 2
+    transport._lock.release()
+    transport.start()
+    assert (transport._lists, transport._prepared) == ([], {})
+
+
+def test_a_write_that_nothing_was_prepared_for_has_one_deadline(transport: NixlTransport) -> None:
+    (whole,) = copies(transport)
+    lists = transport._new_list
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.4)
+        return lists(*arguments)
+
+    transport._new_list = slow
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="before it could begin|did not answer within 0.0"):
+        transport.write(META, [whole], b"", began + 0.2)
+    assert time.monotonic() - began < 2.0 and transport._agent.posted == 0
+
+
 def test_nothing_to_prepare(transport: NixlTransport) -> None:
     with transport.prepared(META, []) as meta:
         transport.write(meta, [], b"", time.monotonic() + 1)

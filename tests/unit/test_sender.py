@@ -17,6 +17,7 @@ from transport_peer import needs
 
 from tilert_ref.connector import sender as sender_module
 from tilert_ref.connector import wire
+from tilert_ref.connector.allow import AllowList
 from tilert_ref.connector.caches import ModelCaches, describe_caches
 from tilert_ref.connector.claims import Claim
 from tilert_ref.connector.codec import (
@@ -28,7 +29,7 @@ from tilert_ref.connector.codec import (
     make_hello,
     name_bases,
 )
-from tilert_ref.connector.extract import Extractor, Job
+from tilert_ref.connector.extract import Extractor, Job, Part
 from tilert_ref.connector.layout import BufferLayout, Copy
 from tilert_ref.connector.receiver import HandoffFailed, HandoffTimeout, ReceiveServer
 from tilert_ref.connector.sender import Sender, SenderConfig
@@ -380,6 +381,33 @@ def test_unreachable_node_fails_by_name_and_frees_its_slot(prefill: Prefill, cap
     prefill.step(claim("a", port))
     eventually(lambda: prefill.idle)
     assert f"handoff of request a to 127.0.0.1:{port} failed: ConnectionRefusedError" in caplog.text
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_name_that_cannot_be_looked_up_fails_its_request_only(node: Node, registers: bool) -> None:
+    """Whoever reaches vLLM's API may choose it where every host is allowed; telling the node looks it up again."""
+
+    class Unregistered(Stuck):
+        def register(self, ptr: int, nbytes: int, tensor: torch.Tensor) -> None:
+            raise TransferError("no memory")
+
+    transport = (Stuck if registers else Unregistered)(lambda _: TransferError("broken"))
+    prefill = Prefill(lambda: transport, allowed=AllowList.parse("hosts", ["*"]))
+    for host, failure in (("a" * 70, "is no host name"), ("127.0.0.1", "broken")):
+        prefill.step(replace(node.claim("a"), host=host))
+        eventually(lambda: prefill.idle)
+        assert (failure if registers else "no memory") in prefill.jobs[-1].failure
+    prefill.sender.close()
+
+
+def test_a_layer_that_is_not_this_ranks_is_never_left_out_in_silence(node: Node, prefill: Prefill) -> None:
+    slot = prefill.pool.acquire(40)
+    job = Job(node.claim("a"), slot, prefill.pool.release)
+    job.put(Part((0, 7), ("kv", "pe")))
+    job.end()
+    prefill.sender.submit(job)
+    with pytest.raises(HandoffFailed, match=r"layers \[7\] are not rank 0's"):
+        node.server.wait("a", 20, NEVER)
 
 
 def test_hung_node_delays_neither_the_step_nor_other_nodes(node: Node, prefill: Prefill, silent: int) -> None:

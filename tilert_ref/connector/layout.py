@@ -416,7 +416,8 @@ def read_plan(src: BufferLayout, src_bases: Sequence[int], seq_len: int, layers:
 
 
 def aimed(sources: Sequence[Source], dst: BufferLayout, dst_bases: PlaneBases) -> list[Copy]:
-    """Each source to its place in a receive buffer, see `write_plan`, which checks what is not checked here."""
+    """Each source to its place in a receive buffer: the other half. That the buffer is one for such rows, and has room
+    for them, is checked by `codec.check_hello`, and in `write_plan`."""
     places = _places(dst, dst_bases)
     return [Copy(src, _address(*places[p], layer), nbytes, layer, p) for src, nbytes, layer, p in sources]
 

@@ -300,10 +300,8 @@ class _Attempt:
         claim = self._claim
         self._unreachable = True
         self._connection = wire.connect(claim.host, claim.port, deadline, self._config.allowed)
-        self._unreachable = False
 
     def _read_hello(self, deadline: float) -> None:
-        self._unreachable = True
         self._hello = read_hello(self._connection, self._config.secret, deadline)
         self._unreachable = False
 
@@ -350,6 +348,8 @@ class _Attempt:
             if part.ready is not None:
                 part.ready.synchronize()
         there = {(layer, plane) for part in parts for layer in part.layers for plane in part.planes}
+        if strange := {layer for layer, _ in there} - {copy.layer for copy in copies}:
+            raise LayoutError(f"layers {sorted(strange)} are not rank {self._config.rank}'s to send")
         copies = [copy for copy in copies if (copy.layer, copy.plane) in there]
         tag = write_tag(self._accept.rid, self._accept.generation, self._config.secret)
         try:
@@ -393,11 +393,13 @@ class _Attempt:
         self._job.fail(reason)
 
     def _over(self) -> None:
-        if self._job.failure is not None:
-            with contextlib.suppress(OSError):  # a peer that is gone needs no telling
-                self._tell(self._job.failure[:MAX_REASON])
-        self._disconnect()
-        self._job.sender_through()
+        try:
+            if self._job.failure is not None:
+                with contextlib.suppress(OSError):  # a peer that is gone needs no telling
+                    self._tell(self._job.failure[:MAX_REASON])
+        finally:
+            self._disconnect()
+            self._job.sender_through()
 
     def _tell(self, reason: str) -> None:
         if self._accept is not None:

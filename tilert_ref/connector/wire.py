@@ -70,7 +70,6 @@ class Connection:
         self._decoder = FrameDecoder()
         self._payloads: deque[bytes] = deque()
         self._arrivals = select.poll()
-        self._arrivals.register(sock, select.POLLIN)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
@@ -115,7 +114,7 @@ class Connection:
         """It mostly comes within REPLY_SOON_S. For so long this thread stays awake: to fall asleep and wake takes half
         of it, and costs the sender of the reply time too. Other threads may run meanwhile."""
         soon = time.monotonic() + REPLY_SOON_S
-        while not self._payloads and not self._arrivals.poll(0) and time.monotonic() < soon:
+        while not self._payloads and not self._arrived() and time.monotonic() < soon:
             pass
         return self._next(decode_reply, deadline, MAX_SMALL)
 
@@ -154,8 +153,13 @@ class Connection:
 
     def check_open(self) -> None:
         """Raises ConnectionLost if the peer's end of the connection is gone. Never blocks, takes nothing away."""
-        if self._arrivals.poll(0) and not self._payloads and not self._socket.recv(1, socket.MSG_PEEK):
+        if self._arrived() and not self._payloads and not self._socket.recv(1, socket.MSG_PEEK):
             raise ConnectionLost(f"{self.peer} closed the connection")
+
+    def _arrived(self) -> bool:
+        """Is there something to read, or the end? Only for the thread that owns the connection."""
+        self._arrivals.register(self._socket, select.POLLIN)  # each time: refuses a closed socket
+        return bool(self._arrivals.poll(0))
 
     def interrupt(self) -> None:
         """For other threads: a send or receive that is going on, or comes, ends with an OSError.
@@ -179,7 +183,11 @@ def connect(host: str, port: int, deadline: float, allowed: AllowList = LOOPBACK
     if refused := allowed.refusal(host):
         raise HostRefused(refused)
     failure: OSError = HostRefused(f"{host!r} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except ValueError as error:
+        raise HostRefused(f"{host!r} is no host name: {error}") from error
+    for family, kind, protocol, _, address in found:
         if refused := allowed.refusal_of_address(str(address[0]), host):
             failure = HostRefused(refused)
             continue

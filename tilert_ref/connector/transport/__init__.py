@@ -1,7 +1,7 @@
 """Data plane: move byte ranges from this process's memory into a receiver's, nothing else (protocol.md 7).
 
-    sender     register(staging)   staged(sources)   prepared(hello's meta, copies)   write(meta, copies, tag, deadline)
-    receiver   register(slot) ...  local_meta(address) -> merged into hello           admit(tags)
+    sender     register(staging)   staged(sources)   prepared(hello's meta, copies, staged)   write(meta, copies, ...)
+    receiver   register(slot) ...  local_meta(address) -> merged into hello   admit(tags)
 
 `nixl` and `mooncake` write one-sided: the receiver cannot refuse. `zmq` asks the receiver to write: slower, works
 everywhere, and a late write is refused. That difference is `fenced`.
@@ -76,13 +76,15 @@ class Transport(Protocol):
 
     def staged(self, sources: Sequence[tuple[int, int]]) -> AbstractContextManager[Any]:
         """Gets ready for writes from these ranges (address, bytes) to a place that is not known yet. Its value is for
-        `prepared`, in the context. Waits for nobody, raises nothing: what is wrong is left to the write."""
+        `prepared`, in the context. Waits for others for a second at most, raises nothing: what is wrong is left to the
+        write."""
 
     def prepared(
         self, hello_meta: dict[str, Any], copies: Sequence[Copy], staged: Any = None
     ) -> AbstractContextManager[dict[str, Any]]:
         """Gets ready for writes of some of these copies, and moves none. In the context its value may stand for
-        hello_meta in `write`. staged: what `staged` made of their sources. Raises nothing, as `staged`."""
+        hello_meta in `write`. staged: what `staged` made of their sources, in this order. Raises nothing, as `staged`.
+        """
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         """Blocks until every byte is in the receiver's memory.

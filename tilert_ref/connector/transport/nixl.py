@@ -78,7 +78,7 @@ class _Staged:
     """Sources of copies that may come: each cut for the copiers, and NIXL's list, one descriptor for each piece."""
 
     def __init__(self, sources: Sequence[tuple[int, int]], copiers: int) -> None:
-        self.sources = sources
+        self.sources = list(sources)
         self.pieces: list[tuple[int, int]] = []  # address, bytes
         self.numbers: list[range] = []  # the pieces of each range
         self.kind = ""  # of memory
@@ -160,6 +160,7 @@ class NixlTransport:
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
         self._lists: list[Any] = []  # NIXL's, of descriptors
         self._prepared: dict[int, _Prepared] = {}  # by id
+        self._retired: list[_Staged | _Prepared] = []  # to be let go; may grow without the lock
         self._writes: list[_Write] = []
         self._ended: list[tuple[_Write, TransferError | None]] = []  # not told yet
         self._s_per_byte = 0.0  # as the last writes took
@@ -198,7 +199,7 @@ class NixlTransport:
         with contextlib.ExitStack() as stack:
             staged = None
             with contextlib.suppress(TransferError):  # the write will meet it again
-                staged = stack.enter_context(self._staging(sources, STAGING_PATIENCE_S))
+                staged = stack.enter_context(self._staging(sources, time.monotonic() + STAGING_PATIENCE_S))
             yield staged
 
     @contextlib.contextmanager
@@ -208,7 +209,8 @@ class NixlTransport:
         with contextlib.ExitStack() as stack:
             meta = hello_meta
             with contextlib.suppress(TransferError):  # as above
-                meta = stack.enter_context(self._preparing(hello_meta, copies, staged, PATIENCE_S))
+                deadline = time.monotonic() + PATIENCE_S
+                meta = stack.enter_context(self._preparing(hello_meta, copies, staged, deadline))
             yield meta
 
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
@@ -218,7 +220,7 @@ class NixlTransport:
         if isinstance(hello_meta, _Prepared) and hello_meta.covers(ranges):
             self._write(hello_meta, ranges, deadline)
             return
-        with self._preparing(hello_meta, copies, None, deadline - time.monotonic()) as prepared:
+        with self._preparing(hello_meta, copies, None, deadline) as prepared:
             self._write(prepared, ranges, deadline)
 
     def close(self) -> None:
@@ -242,6 +244,7 @@ class NixlTransport:
         try:
             if self._closed:
                 raise TransferError("the NIXL transport is closed")
+            self._tidy()
             yield
         except TransferError:
             raise
@@ -261,29 +264,28 @@ class NixlTransport:
                 write.settled.set_exception(error)
 
     @contextlib.contextmanager
-    def _staging(self, sources: Sequence[tuple[int, int]], patience: float) -> Iterator[_Staged]:
+    def _staging(self, sources: Sequence[tuple[int, int]], deadline: float) -> Iterator[_Staged]:
         wake_on_time()  # this thread, when it watches the write
         staged = _Staged(sources, self._copiers)
         device, staged.kind = self._source(sources)
         pieces = [(address, nbytes, device) for address, nbytes in staged.pieces]
-        with self._turn(patience):
+        with self._turn(deadline - time.monotonic()):
             staged.list = self._new_list("NIXL_INIT_AGENT", pieces, staged.kind)
         try:
             yield staged
         finally:
-            with contextlib.suppress(TransferError), self._turn():
-                self._release_list(staged.list)
+            self._let_go(staged)
 
     @contextlib.contextmanager
     def _preparing(
-        self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged | None, patience: float
+        self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged | None, deadline: float
     ) -> Iterator[_Prepared]:
         """What has been posted when it ends goes on: NIXL has copied the descriptors."""
         with contextlib.ExitStack() as stack:
             if staged is None or not staged.holds(copies):
-                staged = stack.enter_context(self._staging(_sources(copies), patience))
+                staged = stack.enter_context(self._staging(_sources(copies), deadline))
             prepared = _Prepared(hello_meta, copies, staged)
-            with self._turn(patience):
+            with self._turn(deadline - time.monotonic()):
                 try:  # the receiver's memory type is not on the wire. As TileRT does, it is taken to be ours
                     prepared.list = self._new_list(self._remote(prepared.meta), prepared.targets, staged.kind)
                 except Exception:
@@ -293,11 +295,16 @@ class NixlTransport:
             try:
                 yield prepared
             finally:
-                with contextlib.suppress(TransferError), self._turn():
-                    del self._prepared[id(prepared)]
-                    self._release_list(prepared.list)
-                    if prepared.failed:
-                        self._forget_remote_if_idle(prepared.meta)
+                self._let_go(prepared)
+
+    def _let_go(self, made: _Staged | _Prepared) -> None:
+        """Now if NIXL is not busy, else with the next turn."""
+        self._retired.append(made)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._tidy()
+            finally:
+                self._unlock()
 
     def _write(self, prepared: _Prepared, ranges: Sequence[_Range], deadline: float) -> None:
         write = _Write(deque(_batches(ranges)), prepared)
@@ -470,6 +477,14 @@ class NixlTransport:
         handle = self._started().prep_xfer_dlist(agent, pieces, kind)
         self._lists.append(handle)
         return handle
+
+    def _tidy(self) -> None:
+        while self._retired:
+            made = self._retired.pop()
+            if made.list in self._lists:  # else it went with the agent
+                self._release_list(made.list)
+            if (prepared := self._prepared.pop(id(made), None)) is not None and prepared.failed:
+                self._forget_remote_if_idle(prepared.meta)
 
     def _release_list(self, handle: Any) -> None:
         self._lists.remove(handle)
