@@ -407,7 +407,7 @@ def read_plan(src: BufferLayout, src_bases: Sequence[int], seq_len: int, layers:
     if len(set(layers)) != len(layers):
         raise LayoutError(f"a layer is listed twice: {sorted(layers)}")
     ordered = sorted(layers)
-    for layer in ordered[:1] + ordered[-1:]:
+    for layer in ordered[:1] + ordered[-1:]:  # the others lie between them
         src.check_layer(layer)
     places = _places(src, src.bases_at(src_bases))
     nbytes = {plane: src.layer_bytes(plane, seq_len) for plane in PLANES}

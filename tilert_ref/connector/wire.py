@@ -186,7 +186,7 @@ def connect(host: str, port: int, deadline: float, allowed: AllowList = LOOPBACK
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except ValueError as error:
-        raise HostRefused(f"{host!r} is no host name: {error}") from error
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no host name: {error}") from error
     for family, kind, protocol, _, address in found:
         if refused := allowed.refusal_of_address(str(address[0]), host):
             failure = HostRefused(refused)
