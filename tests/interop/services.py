@@ -82,6 +82,7 @@ def our_decode_server(case: Case, logs: Path, engine: str) -> Iterator[Node]:
     argv = [sys.executable, "-m", "tilert_ref.decode_server", "--engine", engine, "--model", profile_name(case)]
     argv += f"--host 127.0.0.1 --ctrl-port {ctrl} --http-port {http} --senders {case.senders}".split()
     argv += f"--max-seq-len {case.max_seq_len} --kv-cache-dtype {case.kv_cache_dtype} --transport nixl".split()
+    argv += ["--device", "cpu"]  # the prefill node that writes to it stages in host memory
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     command = Command("our decode server", argv, f"http://127.0.0.1:{http}", {"PYTHONPATH": _root(path)} | LOOPBACK)
     with _running(command, logs / "decode.log"):

@@ -164,6 +164,22 @@ def test_destination_outside_registered_memory_is_refused(sender: Transport, pee
     assert peer.read()[:9] == source.bytes(0, 9)
 
 
+def test_a_nixl_buffer_in_the_other_kind_of_memory_is_named(
+    sender: Transport, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What NIXL says of a buffer on a GPU that is looked for in host memory: here one in host memory, on a GPU."""
+    if not isinstance(sender, nixl.NixlTransport):
+        pytest.skip("the others write to host memory only")
+    source, make = Source(sender), sender._new_list
+    looked_for = {"NIXL_INIT_AGENT": "DRAM"}
+    monkeypatch.setattr(sender, "_new_list", lambda who, at, _: make(who, at, looked_for.get(who, "VRAM")))
+    with pytest.raises(TransferError, match="no DRAM where .* --pd-buffer-device cpu"):
+        sender.write(peer.meta, [copy(source, peer, 0, 0, 9)], TAG, soon())
+    monkeypatch.undo()
+    sender.write(peer.meta, [copy(source, peer, 0, 0, 9)], TAG, soon())
+    assert peer.read()[:9] == source.bytes(0, 9)
+
+
 def test_dead_receiver_is_an_error_and_its_successor_works(sender: Transport, own_peer: Peer) -> None:
     source = Source(sender)
     one = [copy(source, own_peer, 0, 0, NBYTES)]

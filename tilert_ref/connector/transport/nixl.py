@@ -286,8 +286,8 @@ class NixlTransport:
                 staged = stack.enter_context(self._staging(_sources(copies), deadline))
             prepared = _Prepared(hello_meta, copies, staged)
             with self._turn(deadline - time.monotonic()):
-                try:  # the receiver's memory type is not on the wire. As TileRT does, it is taken to be ours
-                    prepared.list = self._new_list(self._remote(prepared.meta), prepared.targets, staged.kind)
+                try:
+                    prepared.list = self._remote_list(self._remote(prepared.meta), prepared.targets, staged.kind)
                 except Exception:
                     self._forget_remote_if_idle(prepared.meta)
                     raise
@@ -477,6 +477,20 @@ class NixlTransport:
         handle = self._started().prep_xfer_dlist(agent, pieces, kind)
         self._lists.append(handle)
         return handle
+
+    def _remote_list(self, agent: str, targets: list[tuple[int, int, int]], kind: str) -> Any:
+        """The receiver's memory type is not on the wire. As TileRT does, it is taken to be ours."""
+        try:
+            return self._new_list(agent, targets, kind)
+        except Exception as error:
+            if type(error).__name__ != "nixlNotFoundError":
+                raise
+            device = "cuda" if kind == "VRAM" else "cpu"
+            raise TransferError(
+                f"the receiver has no {kind} where its hello says that the buffer is; planes are staged in {kind}, and "
+                f"legal is a buffer of that kind (decode server: --pd-buffer-device {device}; staging elsewhere: "
+                f"tilert_pd_buffer_device)"
+            ) from error
 
     def _tidy(self) -> None:
         while self._retired:
