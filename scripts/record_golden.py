@@ -100,8 +100,8 @@ def scenarios() -> list[Scenario]:
 class Lab:
     """Where it happens: checkpoints, lanes on GPUs, and the directories of one run."""
 
-    def __init__(self, out: Path, raw: Path, lanes: int, *, verify: bool) -> None:
-        self.out, self.raw, self.verify = out, raw, verify
+    def __init__(self, out: Path, raw: Path, lanes: int, *, verify: bool, hands: int = 1) -> None:
+        self.out, self.raw, self.verify, self.hands = out, raw, verify, hands
         out.mkdir(parents=True, exist_ok=True)
         raw.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
@@ -237,10 +237,49 @@ def compare(lab: Lab, scenario: Scenario, golden: Golden, checkpoint: Path) -> R
 
 
 def record_plan(lab: Lab, scenario: Scenario, kind: str, plan: dict[str, Any]) -> bool:
+    """One plan, in as many processes as the lab deals its prompts to. False if one of them failed."""
     where = lab.raw / f"{scenario.name}.{kind}"
     Path(f"{where}.json").write_text(json.dumps(plan))
-    command = ["-m", "tilert_ref.golden.record", f"{where}.json", f"{where}.pt"]
-    return lab.run(f"{scenario.name}.{kind}", command)
+    hands = deal(plan, lab.hands)
+
+    def play(number: int) -> bool:
+        hand = f"{where}.{number}"
+        Path(f"{hand}.json").write_text(json.dumps(hands[number]))
+        command = ["-m", "tilert_ref.golden.record", f"{hand}.json", f"{hand}.pt"]
+        return lab.run(f"{scenario.name}.{kind}.{number}", command)
+
+    with ThreadPoolExecutor(len(hands)) as threads:
+        good = all(list(threads.map(play, range(len(hands)))))
+    if good:
+        outs = [torch.load(f"{where}.{number}.pt", weights_only=True) for number in range(len(hands))]
+        torch.save(gathered(plan, hands, outs), f"{where}.pt")
+    return good
+
+
+def deal(plan: dict[str, Any], hands: int) -> list[dict[str, Any]]:
+    """The prompts of a plan with one part dealt out by length, each hand a plan; the first hand traces operators. Plans
+    with more rounds than "alone" stay whole: their batches are of all prompts."""
+    if [part["rounds"] for part in plan["parts"].values()] != [["alone"]]:
+        return [plan]
+    ((name, part),) = plan["parts"].items()
+    longest_first = sorted(part["prompts"], key=len, reverse=True)
+    dealt = [longest_first[first::hands] for first in range(min(hands, len(longest_first)))]
+    plans = [plan | {"parts": {name: part | {"prompts": prompts}}} for prompts in dealt]
+    return [plans[0], *({key: value for key, value in hand.items() if key != "traced"} for hand in plans[1:])]
+
+
+def gathered(plan: dict[str, Any], hands: list[dict[str, Any]], outs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one process would have written: the answers in the order of the plan, the facts of the first hand."""
+    if len(outs) == 1 and hands[0] == plan:
+        return outs[0]
+    ((name, part),) = plan["parts"].items()
+    answers = {
+        tuple(prompt): answer
+        for hand, out in zip(hands, outs, strict=True)
+        for prompt, answer in zip(hand["parts"][name]["prompts"], out["parts"][name]["alone"], strict=True)
+    }
+    parts = {name: {"alone": [answers[tuple(prompt)] for prompt in part["prompts"]]}}
+    return {"parts": parts, "facts": outs[0]["facts"] | {"processes": len(outs)}}
 
 
 def collect(lab: Lab, scenario: Scenario, checkpoint: Path, kinds: list[str]) -> Golden:
@@ -316,6 +355,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="scenarios by name, or by how names begin")
     parser.add_argument("--no-floor", action="store_true", help="without vLLM against itself: to compare once more")
     parser.add_argument("--raw", type=Path, help="where whole recordings go, some GB (default: OUT/raw)")
+    parser.add_argument(
+        "--hands", type=int, default=1, help="with --no-floor: processes that share a scenario's prompts (default 1)"
+    )
     parser.add_argument("--lanes", type=int, default=8, help="processes on each GPU at once (default: %(default)s)")
     parser.add_argument("--record-only", action="store_true", help="leave the comparison to a later --verify-only")
     parser.add_argument("--verify-only", action="store_true", help="compare the whole recordings that are in --raw")
@@ -325,6 +367,8 @@ def main() -> int:
         chosen = [s for s in scenarios() if not args.only or s.name in named(args.only)]
     except ValueError as error:
         parser.error(str(error))
+    if args.hands < 1 or (args.hands > 1 and not args.no_floor):
+        parser.error(f"--hands {args.hands}; legal: 1, and with --no-floor more")
     if not args.verify_only and (missing := missing_here()):
         parser.error(f"recording needs {' and '.join(missing)}")
     if args.no_floor:
@@ -332,7 +376,13 @@ def main() -> int:
     if args.prompts:  # from both ends: the last ones are the longest
         first, last = args.prompts - args.prompts // 3, args.prompts // 3
         chosen = [replace(s, numbers=s.numbers[:first] + s.numbers[len(s.numbers) - last :]) for s in chosen]
-    lab = Lab(args.out.resolve(), (args.raw or args.out / "raw").resolve(), args.lanes, verify=not args.record_only)
+    lab = Lab(
+        args.out.resolve(),
+        (args.raw or args.out / "raw").resolve(),
+        args.lanes,
+        verify=not args.record_only,
+        hands=args.hands,
+    )
     for model, weights in sorted({(s.model, s.weights) for s in chosen}):
         lab.checkpoint(model, weights)
         if not args.verify_only:  # a recording has its prompts

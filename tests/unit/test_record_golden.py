@@ -68,3 +68,33 @@ def test_children_that_fail_or_never_end(
     assert "good: done in" in said
     assert "bad: FAILED, see its log" in said
     assert "endless: FAILED, see its log" in said
+
+
+def test_prompts_dealt_out_come_back_in_order(script: ModuleType) -> None:
+    prompts = [[7] * length for length in (5, 300, 1, 42, 41)]
+    part = {"prompts": prompts, "rounds": ["alone"]}
+    plan = {"tokens": 2, "traced": 5, "parts": {"main": part}}
+    hands = script.deal(plan, 2)
+    assert [[len(p) for p in hand["parts"]["main"]["prompts"]] for hand in hands] == [[300, 41, 1], [42, 5]]
+    assert [hand.get("traced") for hand in hands] == [5, None]
+    answers = [[{"ids": [len(p)]} for p in hand["parts"]["main"]["prompts"]] for hand in hands]
+    outs = [{"parts": {"main": {"alone": made}}, "facts": {"hand": n}} for n, made in enumerate(answers)]
+    whole = script.gathered(plan, hands, outs)
+    assert whole["parts"]["main"]["alone"] == [{"ids": [len(p)]} for p in prompts]
+    assert whole["facts"] == {"hand": 0, "processes": 2}
+
+
+def test_more_hands_than_prompts_and_plans_with_batches(script: ModuleType) -> None:
+    alone = {"parts": {"main": {"prompts": [[1]], "rounds": ["alone"]}}}
+    assert script.deal(alone, 8) == [alone]
+    batch = {"parts": {"main": {"prompts": [[1], [2]], "rounds": ["alone", "batch"]}}}
+    assert script.deal(batch, 8) == [batch]
+    assert script.gathered(batch, [batch], [{"parts": "as it is"}]) == {"parts": "as it is"}
+
+
+def test_hands_without_no_floor_are_refused(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, str(tmp_path / "out"), "--hands", "2", "--verify-only")
+    assert "--hands 2; legal: 1, and with --no-floor more" in capsys.readouterr().err
