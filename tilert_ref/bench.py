@@ -12,14 +12,16 @@ handoff: a prompt's KV over NIXL against memcpy, and what taking it out of vLLM 
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +32,9 @@ import torch
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
 
 SHORT = 8  # tokens of the short answer that is subtracted
+ANSWER = "measured: "  # begins the line in which vLLM's half says it: its processes may print behind that
+QUIET = ("VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT", "VLLM_LOGGING_LEVEL", *bench_plugin.VLLM_ENV)
+"""Settings of vLLM's that don't change its speed, or that this file gives it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "plugin":
             return bench_plugin.run(args)
         if args.peer_json:  # the vLLM half, started by the other half in its own process
-            print(json.dumps(_measure_vllm(args)))
+            print(ANSWER + json.dumps(_measure_vllm(args)), flush=True)
             return 0
         return _bench(args)
 
@@ -210,28 +215,43 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     command += ["--tokens", str(args.tokens), "--repeats", str(args.repeats)]
     command += ["--context", *map(str, args.context)]
     command += ["--vllm-eager"] if args.vllm_eager else []
-    env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {})
+    if settings := vllm_settings(env):
+        print("not vLLM's defaults, and it may be slower with them:", *settings, flush=True)
     speeds = _run_peer(command, env, args.timeout)
     measured = list[Measured]()
     for context, speed in zip(args.context, speeds, strict=True):
-        facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed}
+        facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed, "settings": settings}
         measured.append(Measured(f"vLLM {mode}, {context} tokens", speed, facts=facts))
     return measured
 
 
+def vllm_settings(env: Mapping[str, str]) -> list[str]:
+    """NAME=value of what the environment changes in vLLM: a ratio is against the vLLM that ran."""
+    return [f"{name}={env[name]}" for name in sorted(env) if name.startswith("VLLM_") and name not in QUIET]
+
+
 def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[float]:
-    """What vLLM's half prints last. Raises RuntimeError with the end of its log if it failed or took longer."""
+    """What vLLM's half measured. Raises RuntimeError with the end of its log if it failed or took longer.
+
+    vLLM decodes in a process of its own, which must not outlive this half: both are of one session."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        half = subprocess.Popen(command, env=env, stdout=out, stderr=log, start_new_session=True)
         try:
-            status = subprocess.run(command, env=env, stdout=out, stderr=log, timeout=seconds, check=False).returncode
+            status = half.wait(seconds)
             failure = f"failed with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(half.pid, signal.SIGKILL)
+            half.wait()
         texts = [file.seek(0) or file.read() for file in (out, log)]
     if failure:
         ends = "\n".join(text[-2000:] for text in texts)
         raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{ends}")
-    return json.loads(texts[0].splitlines()[-1])
+    answers = [line.removeprefix(ANSWER) for line in texts[0].splitlines() if line.startswith(ANSWER)]
+    return json.loads(answers[-1])
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:
