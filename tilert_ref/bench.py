@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
+from tilert_ref.model_files import read_config
 
 SHORT = 8  # tokens of the short answer that is subtracted
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         args.model_dir = args.model_dir or _tiny(Path(scratch))
+        read_config(args.model_dir)  # vLLM would say what is wrong with it at the end of a traceback
         if args.what == "handoff":
             return bench_handoff.run(args)
         if args.what == "plugin":

@@ -214,7 +214,7 @@ def parse_options(argv: list[str] | None = None, env: Mapping[str, str] = os.env
     args = parser.parse_args(argv)
     try:
         return resolve(args, env)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
