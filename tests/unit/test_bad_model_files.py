@@ -232,3 +232,11 @@ def test_a_tensor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 3)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS}: weight w can't be read"), Checkpoint(tmp_path) as checkpoint:
         checkpoint.take("w", (4,), torch.bfloat16)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1"])
+def test_a_timeout_in_the_environment_that_is_none_is_named(
+    text: str, monkeypatch: pytest.MonkeyPatch, directory: Path, run: Callable[[str, Path], str]
+) -> None:
+    monkeypatch.setenv("TILERT_PD_HTTP_TIMEOUT_S", text)
+    assert "argument --request-timeout: " in run("router", directory)
