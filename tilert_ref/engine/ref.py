@@ -28,9 +28,9 @@ from tilert_ref.engine.weights import load_weights, take_weights
 GREEDY = SamplingParams(temperature=0.0)
 INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
 COMPILE_HELP = (
-    "compile decode steps for this CPU (needs a C++ compiler, g++ or $CXX): the same bits in less than a third of the time, with "
-    "the layers' matrices in memory twice, after some 30 seconds at the first start (60 with drafts) and 5 at later "
-    "ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
+    "compile decode steps for this CPU (needs a C++ compiler, g++ or $CXX): the same bits in less than a third of the "
+    "time, with the layers' matrices in memory twice, after some 30 seconds at the first start (60 with drafts) and 5 "
+    "at later ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
 )
 
 
