@@ -85,6 +85,9 @@ def _seconds(generate: Callable[[int], int], counts: Sequence[int]) -> list[floa
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from tilert_ref.engine.ref import check_device
+
+    check_device(args.device)
     print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
     bandwidth = bench_roof.copy_bandwidth(args.device)
     print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")

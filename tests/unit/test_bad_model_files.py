@@ -234,6 +234,22 @@ def test_a_tensor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         checkpoint.take("w", (4,), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("device", "said"), [("blah", "device 'blah': "), ("cuda:99", "device 'cuda:99': this torch sees")]
+)
+@pytest.mark.parametrize("tool", ["generate", "decode-server", "bench"])
+def test_a_device_that_is_none_is_named(
+    tool: str, device: str, said: str, directory: Path, run: Callable[[str, Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TOOLS, tool, [*TOOLS[tool], "--device", device])
+    assert said in run(tool, directory)
+
+
+def test_make_tiny_names_the_key_that_it_cannot_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["make-tiny", str(tmp_path / "new"), "--set", 'hidden_size="x"']) == 2
+    assert "hidden_size = 'x', legal: an integer from 1 to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["soon", "-1"])
 def test_a_timeout_in_the_environment_that_is_none_is_named(
     text: str, monkeypatch: pytest.MonkeyPatch, directory: Path, run: Callable[[str, Path], str]
