@@ -128,6 +128,26 @@ def test_no_such_directory_is_named(tool: str, tmp_path: Path, run: Callable[[st
     assert str(tmp_path / "none") in run(tool, tmp_path / "none")
 
 
+@pytest.mark.parametrize("method", ["read_text", "lstat"])
+@pytest.mark.parametrize("tool", ["generate", "decode-server", "router", "demo"])
+def test_a_file_that_may_not_be_read_is_named(
+    tool: str, method: str, directory: Path, run: Callable[[str, Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read everything, so the refusal is made up; of lstat it is one to search the directory."""
+    file = directory / (GENERATION if tool == "router" else CONFIG)
+    methods = {"read_text", method}
+    for name in methods:
+        real = getattr(Path, name)
+
+        def refusing(path: Path, *args: Any, real: Callable[..., Any] = real, **kwargs: Any) -> Any:
+            if path == file:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, name, refusing)
+    assert f"{file}: can't be read (Permission denied), legal: a readable file" in run(tool, directory)
+
+
 # What a file says
 
 
