@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
+from tilert_ref.model_files import read_config
 
 SHORT = 8  # tokens of the short answer that is subtracted
 ANSWER = "measured: "  # begins the line in which vLLM's half says it: its processes may print behind that
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         args.model_dir = args.model_dir or _tiny(Path(scratch))
+        read_config(args.model_dir)  # vLLM would say what is wrong with it at the end of a traceback
         if args.what == "handoff":
             return bench_handoff.run(args)
         if args.what == "plugin":
@@ -88,6 +90,9 @@ def _seconds(generate: Callable[[int], int], counts: Sequence[int]) -> list[floa
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from tilert_ref.engine.ref import check_device
+
+    check_device(args.device)
     print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
     bandwidth = bench_roof.copy_bandwidth(args.device)
     print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")

@@ -47,7 +47,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs `argv` (default: the process's) and returns the exit status; 2 for an unknown command."""
+    """Runs `argv` (default: the process's) and returns the exit status; 2 for an unknown command or bad input."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -56,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"tilert-ref: unknown command {name!r}; legal: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+    try:
+        return importlib.import_module(COMMANDS[name].module).main(rest) or 0
+    except (ValueError, OSError) as error:  # what a command was given: the text names it and what is legal
+        print(f"tilert-ref {name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ import httpx
 import openai
 
 from tilert_ref.connector.transport import TRANSPORTS
+from tilert_ref.engine.checkpoint import Checkpoint
+from tilert_ref.engine.config import load_config
 from tilert_ref.engine.make_tiny import make_tiny
+from tilert_ref.router.request import sampling_defaults
 from tilert_ref.stack import Process, Stack, StackError, answer_grammar, end_on_signals, free_port, vllm_server
 from tilert_ref.tiny import model_dir
 from tilert_ref.tiny.skills import KNOWN_TOOLS
@@ -254,7 +257,10 @@ def checkpoint(args: argparse.Namespace, scratch: Path, report: Report) -> Path:
     """The trained model, --model, or with --arch a random one made for the occasion."""
     if args.arch is None:
         model = args.model or model_dir(TRAINED)
-        if json.loads((model / "config.json").read_text()).get("index_topk") is not None:
+        config = load_config(model)
+        with Checkpoint(model):  # what is wrong with its files is said here, not at the end of vLLM's log
+            sampling_defaults(str(model), "auto", {})
+        if config.index_topk is not None:
             raise ValueError(
                 f"{model} attends sparsely (index_topk); the demo's vLLM, a CPU's, serves dense models only"
             )
@@ -398,9 +404,9 @@ def main(argv: list[str] | None = None) -> int:
         with end_on_signals():
             result = run(args, report)
     except (StackError, ValueError, OSError, openai.OpenAIError, httpx.HTTPError) as error:
-        report.line(f"\ndemo failed: {error}")
+        print(f"demo failed: {error}", file=sys.stderr)
         if isinstance(error, StackError) and args.logs is None:
-            report.line("the programs' logs are gone; --logs DIR keeps them")
+            print("the programs' logs are gone; --logs DIR keeps them", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         report.line("\ninterrupted; everything is stopped")
@@ -439,8 +445,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--num-mtp {args.num_mtp} with --with-native-pool: legal is 0; a vLLM that drafts differs from itself"
         )
-    if args.model is not None and not (args.model / "config.json").is_file():
-        parser.error(f"--model {args.model}: no config.json there; expected a Hugging Face checkpoint directory")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     return args

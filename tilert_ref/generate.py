@@ -1,16 +1,15 @@
 """`tilert-ref generate DIR --prompt ...`: the engine alone, prefill included, from text to text."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
+from tilert_ref.model_files import ConfigError, present, read_json, read_text, shown
+from tilert_ref.router.detokenize import read_tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,17 +32,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render_chat(model_dir: Path, messages: list[dict[str, str]]) -> str:
-    """The checkpoint's own chat template, with the generation prompt added."""
+    """The checkpoint's own chat template, with the generation prompt added. Raises ConfigError, ValueError."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    config = json.loads((model_dir / "tokenizer_config.json").read_text())
-    beside = model_dir / "chat_template.jinja"
-    template = beside.read_text() if beside.is_file() else config.get("chat_template")
+    path, beside = model_dir / "tokenizer_config.json", model_dir / "chat_template.jinja"
+    config = read_json(path)
+    template, where = config.get("chat_template"), f"{path}: chat_template"
+    if present(beside):
+        template, where = read_text(beside), str(beside)
     if not template:
         raise ValueError(f"{model_dir} has no chat template; use --prompt without --chat")
+    if not isinstance(template, str):
+        raise ConfigError(f"{where} = {shown(template)}, legal: a string")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     special = {key: config[key] for key in ("bos_token", "eos_token", "pad_token") if isinstance(config.get(key), str)}
-    return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
+    try:
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
+    except Exception as error:  # a template is a program of its own: it may raise anything
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(f"{where}: {said}, legal: a Jinja template that renders a user's message") from error
 
 
 def stream(engine: RefEngine, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int) -> Iterator[list[int]]:
@@ -57,7 +64,8 @@ def stream(engine: RefEngine, prompt: Sequence[int], sampling: SamplingParams, m
 
 
 def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) -> int:
-    tokenizer = Tokenizer.from_file(str(args.model_dir / "tokenizer.json"))
+    path = args.model_dir / "tokenizer.json"
+    tokenizer = read_tokenizer(path) if present(path) else None  # without one the ids are the answer
     sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.ignore_eos, args.seed)
     ids, shown, start = list[int](), "", time.perf_counter()
     finished = None
@@ -67,11 +75,11 @@ def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) ->
             ids += next(steps)
         except StopIteration as stop:
             finished = stop.value
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(ids) if tokenizer else ""
         if finished or not text.endswith("\ufffd"):
             print("".join(c if c.isprintable() or c == "\n" else "·" for c in text[len(shown) :]), end="", flush=True)
             shown = text
-    print("\n" + (f"ids: {ids}\n" if args.ids else ""), end="")
+    print("\n" + (f"ids: {ids}\n" if args.ids or tokenizer is None else ""), end="")
     seconds = time.perf_counter() - start
     stats = "".join(f", {key} {value}" for key, value in finished.stats.items())
     line = f"{len(prompt)} prompt tokens, {len(ids)} generated in {seconds:.2f} s, finish {finished.reason}{stats}"
@@ -85,10 +93,10 @@ def _prompt_ids(args: argparse.Namespace) -> list[int]:
     if not args.model_dir.is_dir():
         raise FileNotFoundError(f"{args.model_dir} is not a directory: a Hugging Face checkpoint is expected")
     path = args.model_dir / "tokenizer.json"
-    if not path.is_file():
+    if not present(path):
         raise FileNotFoundError(f"{path} not found; give token ids with --prompt-ids")
     text = render_chat(args.model_dir, [{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
-    return Tokenizer.from_file(str(path)).encode(text, add_special_tokens=not args.chat).ids
+    return read_tokenizer(path).encode(text, add_special_tokens=not args.chat).ids
 
 
 def _parser() -> argparse.ArgumentParser:

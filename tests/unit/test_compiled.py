@@ -1,10 +1,14 @@
 """Compiled decode steps: the bits of plain torch, and a clear word where there is nothing to compile with."""
 
 import dataclasses
+import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilert_ref.engine import compiled, vllm_avx2
@@ -60,6 +64,37 @@ def test_without_a_compiler_steps_are_plain(tiny, monkeypatch: pytest.MonkeyPatc
     assert engine.model.pieces is None
     assert lines[-1].startswith("decode steps run as plain torch: there is no C++ compiler 'no-such-compiler'")
     assert len(decoded(engine, [5, 6, 7], 4)[0]) == 4
+
+
+@pytest.mark.parametrize("command", ["env g++ -DTWO='2 words'", "  env   g++ "])
+def test_a_compiler_may_be_a_command_line(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles the attention kernel with it; here it only asks for the version, a second less."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", command)
+    with config.patch({"cpp.cxx": (None, compiled.cxx())}):
+        program = get_cpp_compiler()
+        assert is_gcc() and program == compiled.cxx()
+    assert subprocess.check_output([program, "--version"]) == subprocess.check_output(["g++", "--version"])
+    assert [path.name for path in tmp_path.iterdir()] == [Path(program).name]
+
+
+@pytest.mark.parametrize(("command", "named"), [("g++", "g++"), ("", "g++"), (None, "g++"), ("/bin/sh", "/bin/sh")])
+def test_a_compiler_of_one_word_goes_to_inductor_as_it_is(
+    command: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if command is not None:
+        monkeypatch.setenv("CXX", command)
+    assert compiled.cxx() == named
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("no-such g++", r"no C\+\+ compiler 'no-such'"), ("g++ '", "No closing quotation; legal: a")]
+)
+def test_a_command_line_that_starts_nothing_is_named(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", command)
+    with pytest.raises(CompileError, match=said):
+        compiled.cxx()
 
 
 def test_other_sums_are_refused_by_name(tiny) -> None:

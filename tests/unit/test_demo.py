@@ -92,13 +92,13 @@ def test_mtp_without_an_mtp_layer_is_refused(capsys: pytest.CaptureFixture[str])
 
 def test_a_sparse_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(model_dir("tiny-dsv32"))]) == 2
-    assert "attends sparsely (index_topk)" in capsys.readouterr().out
+    assert "attends sparsely (index_topk)" in capsys.readouterr().err
 
 
 def test_no_tokenizer_is_a_failure_and_no_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["--model", str(tmp_path)]) == 2
-    assert "demo failed: " in capsys.readouterr().out
+    assert "demo failed: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "said"), [([], True), (["--logs", "logs"], False)])
@@ -111,4 +111,4 @@ def test_where_logs_would_be_kept_is_said_when_they_are_lost(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "run", fails)
     assert main(flags) == 2
-    assert ("--logs DIR keeps them" in capsys.readouterr().out) == said
+    assert ("--logs DIR keeps them" in capsys.readouterr().err) == said

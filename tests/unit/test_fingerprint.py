@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilert_ref.connector.fingerprint import checkpoint_fingerprint, known_fingerprint
+from tilert_ref.connector.fingerprint import checkpoint_fingerprint, known_fingerprint, what_counts
+from tilert_ref.engine import config
+from tilert_ref.engine.make_tiny import tiny_config
 
 CONFIG = {"architectures": ["X"], "indexer_rope_interleave": True, "transformers_version": "5.1.0"}
 
@@ -39,13 +41,72 @@ def test_same_files_have_the_same_digest_wherever_they_are(tmp_path: Path) -> No
 
 
 def test_the_digest_is_what_the_docstring_says(tmp_path: Path) -> None:
-    """So that nodes of different releases agree: a small file is one block."""
-    (tmp_path / "config.json").write_text('{"b": [1], "_name_or_path": "here", "a": true}')
+    """So that nodes of different releases agree: a small file is one block. Another digest needs another VERSION."""
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + b"\1\2\3\4")
-    assert checkpoint_fingerprint(tmp_path) == LITERAL
+    for text, digest in ((PUBLISHED.read_text(), LITERAL), ('{"b": [1], "_name_or_path": "x", "a": true}', UNKNOWN)):
+        (tmp_path / "config.json").write_text(text)
+        assert checkpoint_fingerprint(tmp_path) == digest
 
 
-LITERAL = "v1:c37cfc6dff58936924071b1e4a9efd78abf7dc8c4257bc37fcfd9ed2bf4a6132"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+PUBLISHED = Path(config.__file__).parent / "published" / "glm-5-fp8.json"
+LITERAL = "v2:259c1236c4171ac28c2e5b2c928a299f8b58dad34e72715e46d05a162ff9d1cd"
+UNKNOWN = "v2:c37cfc6dff58936924071b1e4a9efd78abf7dc8c4257bc37fcfd9ed2bf4a6132"
+"""Of a model that our engine doesn't know: all keys but two count."""
+
+
+def spelled(**changes: object) -> dict[str, object]:
+    """config.json of a model that our engine knows, in transformers 4's spelling. ...: without that key."""
+    return {key: value for key, value in (tiny_config("glm5") | changes).items() if value is not ...}
+
+
+FLAT = spelled(rope_parameters=..., rope_theta=10000, rope_scaling=None, dtype=..., torch_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"torch_dtype": ..., "dtype": "bfloat16"},
+        {"transformers_version": "9", "_name_or_path": "elsewhere", "auto_map": {"AutoConfig": "x.Y"}},
+        {"use_cache": False, "initializer_range": 0.01, "pretraining_tp": 1, "output_attentions": False},
+        {"eos_token_id": [1, 2, 3], "pad_token_id": 4, "bos_token_id": None},
+        {"rope_theta": 10000.0, "rope_scaling": ..., "num_mtp_layers": 1},
+        {"rope_theta": ..., "rope_scaling": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 10000}},
+        {"quantization_config": None, "tie_word_embeddings": False, "rope_interleave": True},
+    ],
+    ids=["dtype", "names", "defaults", "stop ids", "numbers", "transformers 5", "nulls"],
+)
+def test_another_spelling_of_the_same_model_counts_for_nothing(change: dict[str, object]) -> None:
+    other = {key: value for key, value in (FLAT | change).items() if value is not ...}
+    assert other != FLAT
+    assert what_counts(dict(reversed(other.items()))) == what_counts(FLAT)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"indexer_rope_interleave": not FLAT["indexer_rope_interleave"]},
+        {"rope_theta": 10001},
+        {"rms_norm_eps": 1e-4},
+        {"index_topk": 7},
+        {"routed_scaling_factor": 2.25},
+        {"architectures": ["DeepseekV32ForCausalLM"]},
+        {"quantization_config": FP8},
+        {"rope_interleave": False},
+        {"a_key_of_next_year": 1},
+        {"torch_dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_what_changes_kv_counts(change: dict[str, object]) -> None:
+    """The last three our engine refuses, but a vLLM may have loaded them: they are no silent match."""
+    assert what_counts(FLAT | change) != what_counts(FLAT)
+
+
+def test_of_a_quantised_model_vllms_keys_count_too() -> None:
+    assert what_counts(FLAT | {"quantization_config": FP8}) != what_counts(
+        FLAT | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,12 +132,21 @@ def tune(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "text"),
     [
-        ("config.json", "[]", "config.json is no JSON object"),
+        ("config.json", "[]", "config.json: holds a JSON list, legal: a JSON object"),
         ("config.json", "{", "Expecting"),
         ("model-0.safetensors", "\xff" * 16, "is no safetensors file: its header would end at"),
         ("model-0.safetensors", "", "is no safetensors file: its header would end at 8"),
-        ("model.safetensors.index.json", '{"weight_map": 3}', "has no weight_map of file names"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": 3}',
+            "weight_map = 3, legal: an object of tensor and",
+        ),
         ("model.safetensors.index.json", '{"weight_map": {"w": "gone.safetensors"}}', "gone.safetensors"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"w": "../a"}}',
+            "'../a', legal: the name of a file",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_has_no_digest_and_the_log_says_why(

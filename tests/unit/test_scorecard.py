@@ -76,7 +76,7 @@ def test_the_other_dialect_is_scored_too(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_can_not_be_scored(tmp_path: Path, tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert tilert_ref(["scorecard", str(tmp_path)]) == 2
-    assert "tokenizer.json not found: a checkpoint directory with its tokenizer is expected" in capsys.readouterr().err
+    assert "tokenizer.json doesn't exist: text is made with" in capsys.readouterr().err
     assert tilert_ref(["scorecard", str(tiny("dsv3"))]) == 2
     assert "has the tokens of none of these answer formats: glm47, dsv32" in capsys.readouterr().err
 

@@ -345,13 +345,16 @@ def test_mismatches_are_named(prefill: Prefill, theirs: BufferLayout, text: str)
     node.server.close()
 
 
-def test_a_prefill_node_with_other_weights_fails_and_names_both_digests() -> None:
-    node, prefill = Node(checkpoint="v1:aaaa"), Prefill(checkpoint="v1:bbbb")
+@pytest.mark.parametrize(("rule", "releases_differ"), [("v2", False), ("v1", True)])
+def test_a_prefill_node_with_other_weights_fails_and_names_both_digests(rule: str, releases_differ: bool) -> None:
+    """A decode node of an older release makes its digest by another rule, and refuses as it did."""
+    node, prefill = Node(checkpoint=f"{rule}:aaaa"), Prefill(checkpoint="v2:bbbb")
     prefill.step(node.claim("a"))
-    text = "the peer has checkpoint 'v1:aaaa', we have 'v1:bbbb'"
+    text = f"the peer has checkpoint '{rule}:aaaa', we have 'v2:bbbb'"
     with pytest.raises(HandoffFailed, match=text):
         node.server.wait("a", 20, NEVER)
     assert text in prefill.jobs[0].failure
+    assert ("legal is one release at both ends" in prefill.jobs[0].failure) == releases_differ
     prefill.sender.close()
     node.server.close()
 

@@ -429,4 +429,7 @@ def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: st
         if getattr(theirs, name) != getattr(ours, name):
             raise HandoffRefused(f"the peer has {name} {getattr(theirs, name)!r}, we have {getattr(ours, name)!r}")
     if checkpoint and theirs.checkpoint and theirs.checkpoint != checkpoint:
-        raise HandoffRefused(f"the peer has checkpoint {theirs.checkpoint!r}, we have {checkpoint!r}")
+        text = f"the peer has checkpoint {theirs.checkpoint!r}, we have {checkpoint!r}"
+        if theirs.checkpoint.partition(":")[0] != checkpoint.partition(":")[0]:
+            text += "; two rules of two releases: legal is one release at both ends, or --any-checkpoint at decode"
+        raise HandoffRefused(text)

@@ -1,27 +1,39 @@
 """A checkpoint's digest for hello and announce: do both ends have the same weights, and read them the same way?
 
 Cheap, and the same on every machine with the same files: a node with 700 GB of weights reads 60 MB of them. It is
-sha256, "v1:" and 64 hex digits, over
+sha256, "v2:" and 64 hex digits, over
 
-- config.json as canonical JSON without `_name_or_path` and `transformers_version`: what decides how the weights are
-  read, and with it the pairing of the indexer's rope;
+- of config.json, as canonical JSON, what the model is built from (`what_counts`): what decides how the weights are
+  read, and with it the pairing of the indexer's rope. The two ends' copies may come from different releases of
+  transformers, which write other defaults and other spellings of one model;
 - per weights file, by name: name, size, header (which tensors, their dtypes and shapes), and SAMPLES blocks of
   SAMPLE_BYTES, at even distances from the first byte after the header to the last of the file. A fine-tune changes all
   tensors or those of one kind in each layer; blocks that hit none of them are the one case that goes unnoticed.
 
 The weights files are those that model.safetensors.index.json names, else every *.safetensors.
+
+Version history: v1 (0.1.0) took all of config.json but `_name_or_path` and `transformers_version`, so that a `dtype`
+for a `torch_dtype` or another `eos_token_id` was another checkpoint. Ends of different versions refuse each other, as
+those with different weights do: a digest says nothing about what another rule would have made of the files. A change of
+what counts, and that is every new field of ModelConfig, needs a new version here.
 """
 
 import hashlib
 import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from tilert_ref.engine.config import parse_config
+from tilert_ref.model_files import ConfigError, read_config, read_weight_map
 
 SAMPLES = 96
 SAMPLE_BYTES = 4096
 MAX_HEADER = 100_000_000  # as safetensors itself
+VERSION = "v2"
 VOLATILE = ("_name_or_path", "transformers_version")
+NO_KV = ("eos_token_ids",)  # of ModelConfig: changes no row, and is what people mend in a config.json
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +41,31 @@ logger = logging.getLogger(__name__)
 def checkpoint_fingerprint(directory: str | Path) -> str:
     """Raises OSError or ValueError if the directory has no config.json or no weights that can be read."""
     directory = Path(directory)
-    config = json.loads((directory / "config.json").read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{directory / 'config.json'} is no JSON object")
     digest = hashlib.sha256()
-    for name in VOLATILE:
-        config.pop(name, None)
-    _add(digest, json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    counts = what_counts(read_config(directory))
+    _add(digest, json.dumps(counts, sort_keys=True, separators=(",", ":")).encode())
     for name in _weights(directory):
         path = directory / name
         _add(digest, name.encode())
         with path.open("rb") as file:
             _add_weights(digest, path, file)
-    return f"v1:{digest.hexdigest()}"
+    return f"{VERSION}:{digest.hexdigest()}"
+
+
+def what_counts(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says that KV depends on.
+
+    The numbers of ModelConfig, in which all spellings of a model are one and every key that could change the maths has
+    been read or refused, and quantization_config as it stands: vLLM reads more of it than our engine. A config that our
+    engine can't have counts with every key, because what its keys mean is not known here.
+    """
+    try:
+        model = asdict(parse_config(config))
+    except ConfigError:
+        return {key: value for key, value in config.items() if key not in VOLATILE}
+    for name in NO_KV:
+        del model[name]
+    return model | {"quantization_config": config.get("quantization_config") or None}
 
 
 def known_fingerprint(model: str | Path, reason: str = "") -> str | None:
@@ -51,20 +75,15 @@ def known_fingerprint(model: str | Path, reason: str = "") -> str | None:
     if not reason:
         try:
             return checkpoint_fingerprint(model)
-        except (OSError, ValueError, RecursionError) as error:  # no file, no JSON, JSON without end
+        except (OSError, ValueError) as error:  # no file, no JSON, no weights
             reason = str(error)
     logger.info("the other end cannot compare checkpoints: %s", reason)
     return None
 
 
 def _weights(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        table = json.loads(index.read_text())
-        names = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ValueError(f"{index} has no weight_map of file names")
-        return sorted(set(names.values()))
+    if (files := read_weight_map(directory)) is not None:
+        return sorted(set(files.values()))
     if not (names := sorted(path.name for path in directory.glob("*.safetensors"))):
         raise ValueError(f"{directory} has no *.safetensors")
     return names

@@ -18,7 +18,7 @@ from tilert_ref.decode_server.messages import LayoutSpec
 from tilert_ref.engine.cache import check_fp8_rows
 from tilert_ref.engine.config import ModelConfig, load_config
 from tilert_ref.engine.flashinfer_mla import ATTENTION
-from tilert_ref.engine.ref import COMPILE_HELP
+from tilert_ref.engine.ref import COMPILE_HELP, check_device
 
 MAX_SENDERS = 8
 MAX_SLOTS = 16
@@ -214,7 +214,7 @@ def parse_options(argv: list[str] | None = None, env: Mapping[str, str] = os.env
     args = parser.parse_args(argv)
     try:
         return resolve(args, env)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
@@ -224,6 +224,7 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     if args.transport not in TRANSPORTS:
         raise ValueError(f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}")
     engine_device = "cpu" if args.engine == "stub" else resolve_device(args.device)
+    check_device(engine_device)
     buffer_device = resolve_buffer_device(args.pd_buffer_device, args.transport, engine_device)
     config = load_config(args.model_weights_dir) if args.model_weights_dir else None
     layout = LayoutSpec(

@@ -8,13 +8,9 @@ from types import TracebackType
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tilert_ref.engine.config import read_json
+from tilert_ref.model_files import INDEX, CheckpointError, present, read_weight_map
 
 Progress = Callable[[str], None]
-
-
-class CheckpointError(ValueError):
-    """Missing, leftover or misshapen weights; the text names the tensors."""
 
 
 class StrictTensors:
@@ -68,7 +64,7 @@ class Checkpoint(StrictTensors):
     def __init__(self, model_dir: str | Path, progress: Progress = lambda line: None):
         self.directory = Path(model_dir)
         self.progress = progress
-        self.weight_map = self._read_index()
+        self.weight_map = read_weight_map(self.directory)
         self.files = {path.name: self._open(path) for path in self._paths()}
         self.home = self._locate()
         self.total_bytes = sum((self.directory / file).stat().st_size for file in self.files)
@@ -82,27 +78,31 @@ class Checkpoint(StrictTensors):
         self.files.clear()
 
     def _get(self, name: str) -> torch.Tensor:
-        tensor = self.files[self.home[name]].get_tensor(name)
+        tensor = self.tensor(name)
         self._report(tensor.nbytes)
         return tensor
 
-    def _read_index(self) -> dict[str, str] | None:
-        """Tensor -> file as the index says; None without an index."""
-        index = self.directory / "model.safetensors.index.json"
-        if not index.is_file():
-            return None
-        table = read_json(index).get("weight_map")
-        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-            raise CheckpointError(f"{index}: weight_map must be an object of file names, got {type(table).__name__}")
-        return table
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is in its file, unchecked. Raises CheckpointError if it can't be read."""
+        file = self.home[name]
+        try:
+            return self.files[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:  # a dtype that torch has no name for
+            raise CheckpointError(f"{self.directory / file}: weight {name} can't be read ({error})") from error
 
     def _paths(self) -> list[Path]:
         if self.weight_map is not None:
-            return [self.directory / file for file in sorted(set(self.weight_map.values()))]
+            return [self._indexed(file) for file in sorted(set(self.weight_map.values()))]
         single = self.directory / "model.safetensors"
-        if not single.is_file():
-            raise CheckpointError(f"{self.directory}: neither model.safetensors nor model.safetensors.index.json")
+        if not present(single):
+            raise CheckpointError(f"{self.directory}: neither model.safetensors nor {INDEX}")
         return [single]
+
+    def _indexed(self, file: str) -> Path:
+        path = self.directory / file
+        if not present(path):
+            raise CheckpointError(f"{self.directory / INDEX}: weight_map names {file!r}, which is not there")
+        return path
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file, as found. Raises CheckpointError if a tensor is there twice or not where the index says."""

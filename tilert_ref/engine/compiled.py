@@ -15,12 +15,16 @@ shape share what is compiled: weights are inputs. It takes some seconds a piece,
 disk (TORCHINDUCTOR_CACHE_DIR).
 """
 
+import hashlib
 import os
+import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilert_ref.engine import vllm_avx2
@@ -69,6 +74,11 @@ def compile_pieces(model: Model, tokens: Iterable[int], progress: Progress = lam
     Raises CompileError, naming the reason.
     """
     check(model)
+    with config.patch({"cpp.cxx": (None, cxx())}):
+        return _compile_pieces(model, tokens, progress)
+
+
+def _compile_pieces(model: Model, tokens: Iterable[int], progress: Progress) -> Pieces:
     start = time.monotonic()
     compiler, draw = _Compiler(progress), torch.Generator().manual_seed(0)
     before, after = _Piece(before_attention), _Piece(after_attention)
@@ -95,9 +105,39 @@ def check(model: Model) -> None:
         raise CompileError(f"they round as such CPUs do, truncating; not {model.kernels.rounding.value}")
     if model.config.block_fp8:
         raise CompileError("those of fp8 weights are not compiled")
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise CompileError(f"there is no C++ compiler {compiler!r}; install one or name one in CXX")
+    _cxx_words()
+
+
+def cxx() -> str:
+    """The C++ compiler as Inductor wants it named, one program; of a CXX with more words ("ccache g++") a script.
+
+    The script lies beside Inductor's results, always under the same name: they are found again by the command that made
+    them. Its name has all the words, in which Inductor looks for g++ and clang.
+    """
+    words = _cxx_words()
+    if len(words) == 1:
+        return words[0]
+    text = f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+    name = re.sub(r"[^\w.+-]", "_", "_".join(words))[:100]
+    script = Path(cache_dir(), f"cxx-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{name}")
+    new = script.with_name(f"{script.name}.{os.getpid()}")
+    new.write_text(text)
+    new.chmod(0o755)
+    new.replace(script)
+    return str(script)
+
+
+def _cxx_words() -> list[str]:
+    """$CXX, a command line as make and CMake take it; g++ where it is not set. CompileError if it starts no program."""
+    command = os.environ.get("CXX", "").strip() or "g++"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise CompileError(f"CXX = {command!r}: {error}; legal: a command line, as ccache g++") from error
+    if not words or shutil.which(words[0]) is None:
+        missing = words[0] if words else command
+        raise CompileError(f"there is no C++ compiler {missing!r}; install one or name one in CXX")
+    return words
 
 
 class _Piece:

@@ -5,12 +5,14 @@ and switches. Every key of config.json is either read, required to hold a value 
 not to change the maths; anything else is an error, because an ignored key is a wrong model that looks right.
 """
 
-import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tilert_ref.model_files import ConfigError, present, read_config, read_json, shown
 
 ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
@@ -22,6 +24,8 @@ ARCHITECTURES = (
 
 SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 INDEX_HEAD_DIM = 128  # the width of an index key in vLLM's cache and on the wire
+MAX_LAYERS = 1024  # ten times the deepest of the family: what is written down for each layer stays small
+MAX_INTEGER = 2**31 - 1  # nothing here counts further; beyond 64 bits torch has errors that name no key
 
 # What the published config.json files of an architecture leave out, because its reference code fixes it.
 _V3_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -64,10 +68,6 @@ BLOCK_FP8: dict[str, tuple[Any, ...]] = {
     "fmt": ("e4m3", None),
     "scale_fmt": ("ue8m0", None),
 }
-
-
-class ConfigError(ValueError):
-    """A config.json that this engine can't reproduce; the text names the key, what was got and what is legal."""
 
 
 @dataclass(frozen=True)
@@ -182,44 +182,54 @@ class _Keys:
             raise ConfigError(f"{self.where}: key {key!r} is missing")
         return default if value is None else value
 
-    def integer(self, key: str, default: Any = _REQUIRED, at_least: int = 0) -> Any:
+    def integer(self, key: str, default: Any = _REQUIRED, at_least: int = 0, at_most: int = MAX_INTEGER) -> Any:
         value = self.get(key, default)
-        if value is not default and (type(value) is not int or value < at_least):
-            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: an integer of at least {at_least}")
+        if value is not default and (type(value) is not int or not at_least <= value <= at_most):
+            legal = f"an integer from {at_least} to {at_most}"
+            raise ConfigError(f"{self.where}: {key} = {shown(value)}, legal: {legal}")
         return value
 
-    def number(self, key: str, default: Any = _REQUIRED) -> float:
+    def number(self, key: str, default: Any = _REQUIRED, above: float | None = None) -> float:
+        """above: what it has to be greater than; None: 0 is legal."""
         value = self.get(key, default)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: a finite number of at least 0")
+        low = 0 if above is None else above
+        if type(value) not in (int, float) or not low <= value <= sys.float_info.max or value == above:
+            legal = "of at least 0" if above is None else f"above {above}"
+            raise ConfigError(f"{self.where}: {key} = {shown(value)}, legal: a finite number {legal}")
         return float(value)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
         value = self.get(key, default)
         if type(value) is not bool:
-            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: true, false")
+            raise ConfigError(f"{self.where}: {key} = {shown(value)}, legal: true, false")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.get(key, {})
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.where}: {key} = {value!r}, legal: an object")
+            raise ConfigError(f"{self.where}: {key} = {shown(value)}, legal: an object")
         return value
 
     def refuse_leftovers(self, ignored: frozenset[str] = frozenset()) -> None:
         for key, legal in NEUTRAL_VALUES.items():
             if key in self.values and key not in self.read and self.values[key] not in legal:
-                raise ConfigError(f"{self.where}: {key} = {self.values[key]!r}, implemented: {list(legal)}")
+                raise ConfigError(f"{self.where}: {key} = {shown(self.values[key])}, implemented: {list(legal)}")
         unknown = sorted(set(self.values) - self.read - ignored - set(NEUTRAL_VALUES))
         if unknown:
-            shown = ", ".join(f"{k} = {self.values[k]!r}" for k in unknown)
-            raise ConfigError(f"{self.where}: unknown key(s) {shown}. Each may change the model's maths.")
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+            said = ", ".join(f"{_name(k)} = {shown(self.values[k])}" for k in unknown[:8])
+            raise ConfigError(f"{self.where}: unknown key(s) {said}{more}. Each may change the model's maths.")
+
+
+def _name(key: str) -> str:
+    """A key of the file as an error shows it: any text can be one."""
+    return key if key.isidentifier() and len(key) <= 80 else shown(key)
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[int, ...] = ()) -> ModelConfig:
     """Raw config.json values -> ModelConfig. Raises ConfigError. `eos` adds generation_config.json's stop ids."""
     keys = _Keys(raw, where)
-    layers = keys.integer("num_hidden_layers", at_least=1)
+    layers = keys.integer("num_hidden_layers", at_least=1, at_most=MAX_LAYERS)
     config = ModelConfig(
         architecture=_architecture(keys),
         vocab_size=keys.integer("vocab_size", at_least=1),
@@ -251,40 +261,26 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json", eos: tuple[
     return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError that names the file."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
-    return value
-
-
 def load_config(model_dir: str | Path) -> ModelConfig:
     """Reads DIR/config.json and the stop ids of DIR/generation_config.json. Raises ConfigError, FileNotFoundError."""
     directory = Path(model_dir)
-    path = directory / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} not found: a Hugging Face checkpoint directory is expected")
-    generation = directory / "generation_config.json"
-    eos = token_ids(read_json(generation).get("eos_token_id"), str(generation)) if generation.is_file() else ()
-    return parse_config(read_json(path), str(path), eos)
+    raw, generation = read_config(directory), directory / "generation_config.json"
+    eos = token_ids(read_json(generation).get("eos_token_id"), str(generation)) if present(generation) else ()
+    return parse_config(raw, str(directory / "config.json"), eos)
 
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """eos_token_id: absent, one id, or a list of ids."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise ConfigError(f"{where}: eos_token_id = {value!r}, legal: a token id or a list of them")
+        raise ConfigError(f"{where}: eos_token_id = {shown(value)}, legal: a token id or a list of them")
     return tuple(ids)
 
 
 def _architecture(keys: _Keys) -> str:
     got = keys.get("architectures")
     if not isinstance(got, list) or len(got) != 1 or got[0] not in ARCHITECTURES:
-        raise ConfigError(f"{keys.where}: architectures = {got}, implemented: one of {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"{keys.where}: architectures = {shown(got)}, implemented: one of {', '.join(ARCHITECTURES)}")
     return got[0]
 
 
@@ -324,7 +320,7 @@ def _check_router_dtype(keys: _Keys) -> None:
     """moe_router_dtype: the GLM models route in fp32 whether their config says so or not, the others never do."""
     legal = (None, "float32") if _architecture(keys).startswith("Glm") else (None,)
     if (dtype := keys.get("moe_router_dtype", None)) not in legal:
-        raise ConfigError(f"{keys.where}: moe_router_dtype = {dtype!r}, implemented: {list(legal)}")
+        raise ConfigError(f"{keys.where}: moe_router_dtype = {shown(dtype)}, implemented: {list(legal)}")
 
 
 def _indexer(keys: _Keys, layers: int) -> dict[str, Any]:
@@ -351,11 +347,13 @@ def _indexer_types(keys: _Keys, layers: int) -> tuple[str, ...]:
     schedule = tuple("shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(layers))
     if pattern is not None:
         if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - set("FS"):
-            raise ConfigError(f"{keys.where}: index_topk_pattern = {pattern!r}, legal: {layers} letters F or S")
+            raise ConfigError(f"{keys.where}: index_topk_pattern = {shown(pattern)}, legal: {layers} letters F or S")
         schedule = tuple({"F": "full", "S": "shared"}[letter] for letter in pattern)
     if listed is not None:
         if not isinstance(listed, list) or len(listed) != layers or set(map(str, listed)) - {"full", "shared"}:
-            raise ConfigError(f"{keys.where}: indexer_types = {listed!r}, legal: {layers} times 'full' or 'shared'")
+            raise ConfigError(
+                f"{keys.where}: indexer_types = {shown(listed)}, legal: {layers} times 'full' or 'shared'"
+            )
         vllms = pattern is not None or keys.get("index_topk_freq", None) is not None
         if vllms and schedule != tuple(listed):
             said = "index_topk_pattern or index_topk_freq and index_skip_topk_offset"
@@ -371,9 +369,10 @@ def _dense_layers(keys: _Keys, layers: int) -> int:
     kinds = keys.get("mlp_layer_types", None)
     if kinds is None:
         return keys.integer("first_k_dense_replace")
-    dense = list(kinds).count("dense")
-    if list(kinds) != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise ConfigError(f"{keys.where}: mlp_layer_types must be dense layers followed by sparse ones, got {kinds}")
+    dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        legal = f"a list of {layers}, 'dense' layers followed by 'sparse' ones"
+        raise ConfigError(f"{keys.where}: mlp_layer_types = {shown(kinds)}, legal: {legal}")
     if keys.integer("first_k_dense_replace", dense) != dense:
         raise ConfigError(f"{keys.where}: first_k_dense_replace contradicts mlp_layer_types ({dense} dense layers)")
     return dense
@@ -386,12 +385,14 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     """
     nested, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     if not nested:
-        return {"rope_theta": keys.number("rope_theta"), "rope_scaling": _yarn(scaling, keys.where)}
-    flat = _REQUIRED if keys.get("rope_theta", None) is None else keys.number("rope_theta")
-    theta = _Keys(nested, f"{keys.where}: rope_parameters").number("rope_theta", flat)
+        return {"rope_theta": keys.number("rope_theta", above=1), "rope_scaling": _yarn(scaling, keys.where)}
+    flat = _REQUIRED if keys.get("rope_theta", None) is None else keys.number("rope_theta", above=1)
+    theta = _Keys(nested, f"{keys.where}: rope_parameters").number("rope_theta", flat, above=1)
     yarn = _yarn(nested, keys.where)
     if flat not in (_REQUIRED, theta) or (scaling and _yarn(scaling, keys.where) != yarn):
-        raise ConfigError(f"{keys.where}: rope_parameters = {nested} contradicts rope_theta or rope_scaling beside it")
+        raise ConfigError(
+            f"{keys.where}: rope_parameters = {shown(nested)} contradicts rope_theta or rope_scaling beside it"
+        )
     return {"rope_theta": theta, "rope_scaling": yarn}
 
 
@@ -400,14 +401,14 @@ def _yarn(scaling: Mapping[str, Any], where: str) -> YarnScaling | None:
     keys.read.update({"rope_theta", "type"})
     kind = keys.get("rope_type", scaling.get("type") or "default")
     if kind not in ("default", "yarn"):
-        raise ConfigError(f"{keys.where}: type {kind!r}, implemented: 'yarn', 'default'")
+        raise ConfigError(f"{keys.where}: type {shown(kind)}, implemented: 'yarn', 'default'")
     yarn = None
     if kind == "yarn":
         yarn = YarnScaling(
-            factor=keys.number("factor"),
+            factor=keys.number("factor", above=0),
             original_max_position_embeddings=keys.integer("original_max_position_embeddings", at_least=1),
-            beta_fast=keys.number("beta_fast", 32),
-            beta_slow=keys.number("beta_slow", 1),
+            beta_fast=keys.number("beta_fast", 32, above=0),
+            beta_slow=keys.number("beta_slow", 1, above=0),
             mscale=keys.number("mscale", 1.0),
             mscale_all_dim=keys.number("mscale_all_dim", 0.0),
         )
@@ -421,17 +422,15 @@ def _block_fp8(keys: _Keys) -> bool:
     scale_fmt and modules_to_not_convert change nothing here: scales are taken as fp32 values, and which modules are
     fp8 follows from the tensors (GLM-5-FP8 lists a name that no tensor has).
     """
-    entry = keys.get("quantization_config", None)
+    entry = keys.mapping("quantization_config")
     if not entry:
         return False
     where = f"{keys.where}: quantization_config"
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where} = {entry!r}, legal: an object")
     quantised = _Keys(entry, where)
     quantised.get("modules_to_not_convert", None)
     for key, legal in BLOCK_FP8.items():
         if (value := quantised.get(key, None)) not in legal:
-            raise ConfigError(f"{where}: {key} = {value!r}, implemented: {list(legal)}")
+            raise ConfigError(f"{where}: {key} = {shown(value)}, implemented: {list(legal)}")
     quantised.refuse_leftovers()
     return True
 
@@ -439,7 +438,7 @@ def _block_fp8(keys: _Keys) -> bool:
 def _check(config: ModelConfig, where: str) -> None:
     def legal(key: str, *values: Any) -> None:
         if getattr(config, key) not in values:
-            raise ConfigError(f"{where}: {key} = {getattr(config, key)!r}, implemented: {list(values)}")
+            raise ConfigError(f"{where}: {key} = {shown(getattr(config, key))}, implemented: {list(values)}")
 
     legal("scoring_func", "sigmoid", "softmax")
     legal("topk_method", "noaux_tc", "greedy", "group_limited_greedy")

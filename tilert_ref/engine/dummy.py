@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tilert_ref.engine.checkpoint import CheckpointError
 from tilert_ref.engine.config import ModelConfig
 
 BF16_MATRICES = (
@@ -41,6 +42,16 @@ class DummyTensors:
         return self._block_fp8 and not any(fnmatch.fnmatch(name, pattern) for pattern in BF16_MATRICES)
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Raises CheckpointError if there is no room for it: no file's shapes bound those that config.json asks for."""
+        try:
+            return self._made(name, shape, dtype)
+        except (RuntimeError, MemoryError) as error:
+            first = str(error).splitlines()[0] if str(error) else repr(error)
+            raise CheckpointError(
+                f"{self.where}: no room for {name} {list(shape)} on {self._device} ({first})"
+            ) from error
+
+    def _made(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if name.endswith("_scale_inv"):
             return torch.full(tuple(shape), 2.0**-10, dtype=dtype, device=self._device)
         if "norm" in name and name.endswith("weight"):

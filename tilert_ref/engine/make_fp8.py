@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from tilert_ref.engine.block_fp8 import BLOCK, BlockScale, dequantize_blocks, quantize_blocks
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress
-from tilert_ref.engine.config import ConfigError, load_config, read_json
+from tilert_ref.engine.config import ConfigError, load_config
+from tilert_ref.model_files import INDEX, read_config, shown
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +42,6 @@ STAYS = re.compile(
 """Every tensor of the family is in one of the two; a name in neither is refused."""
 
 SCALE = "_scale_inv"
-INDEX = "model.safetensors.index.json"
 COPIED = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tiktoken.model", "tokenization_kimi.py"),
@@ -78,7 +78,7 @@ def dequantise(source: Path, out: Path, progress: Progress = lambda line: None) 
     if `source` is not block fp8.
     """
     source = Path(source)
-    config = read_json(source / "config.json")
+    config = read_config(source)
     _check_block_fp8(config.pop("quantization_config", None), source)
     with Checkpoint(source) as checkpoint:
         widowed = sorted(n for n in checkpoint.home if n.endswith(SCALE) and n.removesuffix(SCALE) not in checkpoint)
@@ -111,19 +111,23 @@ def quantization_config(model_type: str, rule: BlockScale, stays: list[str]) -> 
 
 
 def _bf16_config(source: Path) -> dict[str, Any]:
-    path = source / "config.json"
-    if path.is_file() and (quantised := read_json(path).get("quantization_config")):
+    config, path = read_config(source), source / "config.json"
+    if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(f"{path}: the weights are quantised already (quant_method {method!r}); legal: none, bf16")
+        raise ConfigError(
+            f"{path}: the weights are quantised already (quant_method {shown(method)}); legal: none, bf16"
+        )
     load_config(source)  # refuses what is not of the family
-    return read_json(path)
+    if not isinstance(kind := config.get("model_type"), str):  # it decides which scales and lists are written
+        raise ConfigError(f"{path}: model_type = {shown(kind)}, legal: a string")
+    return config
 
 
 def _check_block_fp8(entry: Any, source: Path) -> None:
     expected = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
     got = {key: entry.get(key) for key in expected} if isinstance(entry, dict) else entry
     if got != expected:
-        raise ConfigError(f"{source / 'config.json'}: quantization_config {got}, legal: {expected}")
+        raise ConfigError(f"{source / 'config.json'}: quantization_config {shown(got)}, legal: {expected}")
 
 
 def _becomes_fp8(name: str, source: Path) -> bool:
@@ -135,7 +139,7 @@ def _becomes_fp8(name: str, source: Path) -> bool:
 
 
 def _tensor(checkpoint: Checkpoint, name: str, *legal: torch.dtype) -> torch.Tensor:
-    tensor = checkpoint.files[checkpoint.home[name]].get_tensor(name)
+    tensor = checkpoint.tensor(name)
     if tensor.dtype not in legal:
         raise CheckpointError(f"{checkpoint.directory}: weight {name} is {tensor.dtype}, legal: {legal}")
     return tensor

@@ -481,6 +481,7 @@ def main(argv: list[str] | None = None) -> int:
         make_slice(args.out, args.slice, args.layers)
         print(f"{args.out}: {args.layers} layers of {args.slice}, to be loaded with dummy weights")
         return 0
+    parse_config(tiny_config(args.arch, **dict(args.set)), "--set")  # numpy names no key
     make_tiny(args.out, args.arch, args.seed, dict(args.set))
     size = (args.out / "model.safetensors").stat().st_size
     print(f"{args.out}: {args.arch}, {size / 2e6:.1f} million weights, seed {args.seed}")

@@ -28,9 +28,9 @@ from tilert_ref.engine.weights import load_weights, take_weights
 GREEDY = SamplingParams(temperature=0.0)
 INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
 COMPILE_HELP = (
-    "compile decode steps for this CPU (needs a C++ compiler): the same bits in less than a third of the time, with "
-    "the layers' matrices in memory twice, after some 30 seconds at the first start (60 with drafts) and 5 at later "
-    "ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
+    "compile decode steps for this CPU (needs a C++ compiler, g++ or $CXX): the same bits in less than a third of the "
+    "time, with the layers' matrices in memory twice, after some 30 seconds at the first start (60 with drafts) and 5 "
+    "at later ones ($TORCHINDUCTOR_CACHE_DIR keeps the results). Default: plain torch"
 )
 
 
@@ -255,6 +255,7 @@ def load_engine(
     """
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format = {load_format!r}, legal: auto, dummy")
+    check_device(device)
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
     scale_rule = _scale_rule(config, kv_cache_dtype, kv_scale_rule)
@@ -328,6 +329,16 @@ def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRu
         return None
     check_fp8_rows(config)
     return rule
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError for what is no torch device and for one that isn't there: torch raises anything but that."""
+    try:
+        kind, gpus = torch.device(name), torch.cuda.device_count()
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}; legal: cpu, cuda, cuda:N") from error
+    if kind.type == "cuda" and not (kind.index or 0) < gpus:
+        raise ValueError(f"device {name!r}: this torch sees {gpus} CUDA device(s); legal: cpu, or one that it sees")
 
 
 def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:

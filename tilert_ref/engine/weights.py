@@ -234,11 +234,12 @@ class _Loader:
 
     def moe(self, p: str) -> MoeWeights:
         c = self.config
+        gate = self.take(f"{p}gate.weight", c.n_routed_experts, c.hidden_size)  # before room is made for all
         gate_up, down = self.experts(f"{p}experts.")
         biased = c.topk_method == "noaux_tc"
         bias_name = f"{p}gate.e_score_correction_bias"
         return MoeWeights(
-            gate=self.matrix(self.take(f"{p}gate.weight", c.n_routed_experts, c.hidden_size)),
+            gate=self.matrix(gate),
             bias=self.take(bias_name, c.n_routed_experts, dtype=torch.float32) if biased else None,
             gate_up=gate_up,
             down=down,

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from tilert_ref.model_files import present
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6  # ids of context for decoders that look at neighbours; vLLM's slow path uses 5
 
@@ -71,15 +73,17 @@ class Detokenizer:
 
 def load_detokenizer(model_path: str) -> Detokenizer:
     """Reads <model_path>/tokenizer.json; raises ValueError if there is none or it can't be read."""
-    path = Path(model_path) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} doesn't exist: the router makes text with the `tokenizers` library, which reads this file"
-        )
+    return Detokenizer(read_tokenizer(Path(model_path) / "tokenizer.json"))
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Raises ValueError, naming the file, if there is none or it can't be read."""
+    if not present(path):
+        raise ValueError(f"{path} doesn't exist: text is made with the `tokenizers` library, which reads this file")
     try:
-        return Detokenizer(Tokenizer.from_file(str(path)))
+        return Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises plain Exception for any bad file
-        raise ValueError(f"can't read {path}: {e}") from e
+        raise ValueError(f"can't read {path}: {e}; legal: a file of the `tokenizers` library") from e
 
 
 class ByteLevelStream:

@@ -118,7 +118,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="longest silence of a decoding node (default %(default)g)",
     )
     group.add_argument(
-        "--request-timeout", type=_positive, default=_positive(os.environ.get("TILERT_PD_HTTP_TIMEOUT_S", "3600")),
+        "--request-timeout", type=_positive, default=os.environ.get("TILERT_PD_HTTP_TIMEOUT_S", "3600"),
         help="longest time for a whole request (default: $TILERT_PD_HTTP_TIMEOUT_S or 3600)",
     )  # fmt: skip
     group.add_argument(

@@ -1,12 +1,13 @@
 """What the client asked for, checked and resolved: the sampling defaults and one parsed request."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tilert_ref.model_files import present, read_json, shown
 from tilert_ref.router.errors import RouterError, bad_field
 from tilert_ref.router.fields import BadValue, EndpointName, refuse_parsing, request_id, show, validate
 
@@ -45,8 +46,8 @@ def sampling_defaults(model_path: str, generation_config: str, flags: Mapping[st
     values |= {k: v for k, v in flags.items() if v is not None}
     known = {k: v for k, v in values.items() if k in vars(Sampling()) and v is not None}
     for name, value in known.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"default {name} has to be a number, got {value!r}")
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise ValueError(f"default {name} has to be a number, got {shown(value)}")
     sampling = replace(Sampling(), **known)
     _check_defaults(sampling)
     return sampling
@@ -54,7 +55,7 @@ def sampling_defaults(model_path: str, generation_config: str, flags: Mapping[st
 
 def _read_generation_config(model_path: str) -> dict[str, Any]:
     path = Path(model_path) / "generation_config.json"
-    return json.loads(path.read_text()) if model_path and path.is_file() else {}
+    return read_json(path) if model_path and present(path) else {}
 
 
 def _check_defaults(sampling: Sampling) -> None:

@@ -6,14 +6,13 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from tilert_ref.engine.api import FinishReason, Token
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.decode import DraftStats, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.ref import RefEngine, load_engine
-from tilert_ref.router.detokenize import Detokenizer
+from tilert_ref.router.detokenize import Detokenizer, read_tokenizer
 from tilert_ref.router.parsing import Parsing, choose_parsing
 from tilert_ref.tiny.chat import DEEPSEEK, GLM
 from tilert_ref.tiny.families import CONTEXT
@@ -81,9 +80,7 @@ class Subject:
     def load(cls, directory: Path, device: str, say: Callable[[str], None]) -> "Subject":
         """Raises ValueError for a tokenizer that speaks neither dialect, and load_engine's errors."""
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} not found: a checkpoint directory with its tokenizer is expected")
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = read_tokenizer(path)
         parsing = choose_parsing("auto", Detokenizer(tokenizer))
         if parsing is None:
             raise ValueError(f"{path} has the tokens of none of these answer formats: {', '.join(DIALECTS)}")
