@@ -75,8 +75,8 @@ def known_fingerprint(model: str | Path, reason: str = "") -> str | None:
     if not reason:
         try:
             return checkpoint_fingerprint(model)
-        except (OSError, ValueError) as error:  # no file, no JSON, no weights
-            reason = str(error)
+        except Exception as error:  # mostly no file, no JSON, no weights; and nothing here may end the vLLM that asks
+            reason = f"{type(error).__name__}: {error}"
     logger.info("the other end cannot compare checkpoints: %s", reason)
     return None
 
