@@ -25,7 +25,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -282,14 +282,13 @@ class _Attempt:
             self._hello = read_hello(self._connection, self._config.secret, deadline)
             self._check_hello(transport)
             self._announce()
-            copies = self._aimed(sources, self._hello)  # while the node decides; its answer seldom names another slot
-            meta = stack.enter_context(transport.prepared(self._hello.meta(), copies, staged))
+            # While the node decides; its answer seldom names another slot.
+            meta, copies = stack.enter_context(self._aimed(transport, sources, staged, self._hello))
             self._accept = self._answer()
             hello = codec.destination(self._hello, self._accept)
             if hello is not self._hello:
                 codec.check_destination(hello, self._config.layout)
-                copies = self._aimed(sources, hello)
-                meta = stack.enter_context(transport.prepared(hello.meta(), copies, staged))
+                meta, copies = stack.enter_context(self._aimed(transport, sources, staged, hello))
             while parts := self._job.take(PART_TIMEOUT_S):
                 self._check_alive()
                 self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
@@ -357,10 +356,15 @@ class _Attempt:
         owned = range(slot.rank, slot.layout.profile.num_layers, slot.layout.nshards)
         return read_plan(slot.layout, slot.bases, self._claim.seq_len, owned)
 
-    def _aimed(self, sources: list[Source], hello: Hello) -> list[Copy]:
-        """Into hello's slot."""
+    @contextlib.contextmanager
+    def _aimed(
+        self, transport: Transport, sources: list[Source], staged: Any, hello: Hello
+    ) -> Iterator[tuple[dict[str, Any], list[Copy]]]:
+        """Gets ready for writes into hello's slot: hello's meta, as the transport prepared it, and the copies."""
         target = _resized(self._job.slot.layout, hello.max_seq_len, hello.shard_count)
-        return aimed(sources, target, hello.plane_bases())
+        copies = aimed(sources, target, hello.plane_bases())
+        with transport.prepared(hello.meta(), copies, staged) as meta:
+            yield meta, copies
 
     def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
