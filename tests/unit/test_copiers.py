@@ -10,16 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilert_ref.connector.layout import Copy
-from tilert_ref.connector.transport import nixl
+from tilert_ref.connector.transport import descriptors
 from tilert_ref.connector.transport.copiers import side_by_side
-from tilert_ref.connector.transport.nixl import MIN_SHARED_BYTES, _batches, _Prepared, _ranges, _sources, _Staged
+from tilert_ref.connector.transport.descriptors import (
+    MIN_SHARED_BYTES,
+    Prepared,
+    Staged,
+    in_batches,
+    ranges_of,
+    sources_of,
+)
 
 
-class Ready(_Prepared):
+class Ready(Prepared):
     """For writes of these copies. pieces: (source, destination, bytes) of each descriptor."""
 
     def __init__(self, copies: list[Copy], copiers: int) -> None:
-        super().__init__({"nixl_meta": ""}, copies, _Staged(_sources(copies), copiers))
+        super().__init__({"nixl_meta": ""}, copies, Staged(sources_of(copies), copiers))
         self.pieces = [
             (src, dst, nbytes) for (src, nbytes), (dst, _, _) in zip(self.staged.pieces, self.targets, strict=True)
         ]
@@ -29,7 +36,7 @@ class Ready(_Prepared):
 def pieces(copies: list[Copy], copiers: int) -> list[tuple[int, int, int]]:
     """(source, destination, bytes) of each descriptor of a write of these copies, in order."""
     prepared = Ready(copies, copiers)
-    (batch,) = _batches(_ranges(copies))
+    (batch,) = in_batches(ranges_of(copies))
     return [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]
 
 
@@ -70,11 +77,11 @@ def test_any_part_of_what_was_prepared_is_every_byte_of_it_once(
     copies = [Copy(start, start + (1 << 40), size, 0, "kv") for start, size in zip(starts, sizes, strict=True)]
     part = data.draw(st.lists(st.sampled_from(copies), unique=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl, "BATCH_BYTES", limit)
+        patch.setattr(descriptors, "BATCH_BYTES", limit)
         prepared = Ready(copies, copiers)
-        assert prepared.covers(_ranges(part))
+        assert prepared.covers(ranges_of(part))
         assert not prepared.covers([(1 << 39, 1 << 41, 5)])
-        batches = list(_batches(_ranges(part)))
+        batches = list(in_batches(ranges_of(part)))
     moved: list[tuple[int, int]] = []
     for batch in batches:
         chosen = [prepared.pieces[number] for number in prepared.chosen(batch, copiers)]

@@ -384,6 +384,7 @@ def test_unreachable_node_fails_by_name_and_frees_its_slot(prefill: Prefill, cap
     prefill.step(claim("a", port))
     eventually(lambda: prefill.idle)
     assert f"handoff of request a to 127.0.0.1:{port} failed: ConnectionRefusedError" in caplog.text
+    assert "can't be told" not in caplog.text  # that was not tried
 
 
 @pytest.mark.parametrize("registers", [True, False])

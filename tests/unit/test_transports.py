@@ -16,6 +16,7 @@ from tilert_ref.connector.transport import (
     TransferError,
     TransferTimeout,
     Transport,
+    descriptors,
     make_transport,
     mooncake,
     nixl,
@@ -135,7 +136,7 @@ def test_what_cannot_be_prepared_is_an_error_of_the_write(sender: Transport, pee
 
 
 def test_a_copy_bigger_than_batch_and_chunk(sender: Transport, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "BATCH_BYTES", 70_001)
+    monkeypatch.setattr(descriptors, "BATCH_BYTES", 70_001)
     monkeypatch.setattr(mooncake, "CHUNK_BYTES", 70_001)
     monkeypatch.setattr(zmq, "CHUNK_BYTES", 70_001)
     source = Source(sender)
@@ -214,7 +215,7 @@ def test_stopped_receiver_times_out_and_the_write_settles_later(sender: Transpor
 def test_overdue_one_sided_write_starts_no_further_batch(
     sender: Transport, own_peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(descriptors, "BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(mooncake, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(mooncake, "WINDOW", 1)
     source = Source(sender)

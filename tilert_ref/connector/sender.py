@@ -25,7 +25,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -244,7 +244,7 @@ class _Attempt:
         self._claim = job.claim
         self._connection: wire.Connection | None = None
         self._hello: Hello | None = None
-        self._announced = self._unreachable = False
+        self._called = self._announced = False  # called: a connection was tried
         self._accept: Accept | None = None
 
     def run(self) -> str | None:
@@ -276,34 +276,25 @@ class _Attempt:
         sources = self._sources()
         with contextlib.ExitStack() as stack:
             deadline = _deadline(HANDSHAKE_TIMEOUT_S)
-            self._connect(deadline)
+            self._called = True
+            self._connection = _connected(self._claim, self._config, deadline)
             staged = stack.enter_context(transport.staged([(s.src, s.nbytes) for s in sources]))  # while hello comes
-            self._read_hello(deadline)
+            self._hello = read_hello(self._connection, self._config.secret, deadline)
             self._check_hello(transport)
             self._announce()
-            copies = self._aimed(sources, self._hello)  # while the node decides; its answer seldom names another slot
-            meta = stack.enter_context(transport.prepared(self._hello.meta(), copies, staged))
+            # While the node decides; its answer seldom names another slot.
+            meta, copies = stack.enter_context(self._aimed(transport, sources, staged, self._hello))
             self._accept = self._answer()
             hello = codec.destination(self._hello, self._accept)
             if hello is not self._hello:
                 codec.check_destination(hello, self._config.layout)
-                copies = self._aimed(sources, hello)
-                meta = stack.enter_context(transport.prepared(hello.meta(), copies, staged))
+                meta, copies = stack.enter_context(self._aimed(transport, sources, staged, hello))
             while parts := self._job.take(PART_TIMEOUT_S):
                 self._check_alive()
                 self._connection.check_open()  # else the receiver takes our writes for ended, and soon reuses the slot
                 self._write(transport, meta, copies, parts)
             self._check_alive()
             self._send_done(True)
-
-    def _connect(self, deadline: float) -> None:
-        claim = self._claim
-        self._unreachable = True
-        self._connection = wire.connect(claim.host, claim.port, deadline, self._config.allowed)
-
-    def _read_hello(self, deadline: float) -> None:
-        self._hello = read_hello(self._connection, self._config.secret, deadline)
-        self._unreachable = False
 
     def _check_hello(self, transport: Transport) -> None:
         hello, config, seq_len = self._hello, self._config, self._claim.seq_len
@@ -365,10 +356,15 @@ class _Attempt:
         owned = range(slot.rank, slot.layout.profile.num_layers, slot.layout.nshards)
         return read_plan(slot.layout, slot.bases, self._claim.seq_len, owned)
 
-    def _aimed(self, sources: list[Source], hello: Hello) -> list[Copy]:
-        """Into hello's slot."""
+    @contextlib.contextmanager
+    def _aimed(
+        self, transport: Transport, sources: list[Source], staged: Any, hello: Hello
+    ) -> Iterator[tuple[dict[str, Any], list[Copy]]]:
+        """Gets ready for writes into hello's slot: hello's meta, as the transport prepared it, and the copies."""
         target = _resized(self._job.slot.layout, hello.max_seq_len, hello.shard_count)
-        return aimed(sources, target, hello.plane_bases())
+        copies = aimed(sources, target, hello.plane_bases())
+        with transport.prepared(hello.meta(), copies, staged) as meta:
+            yield meta, copies
 
     def _send_done(self, done: bool, error: str | None = None) -> None:
         """done False tells a receiver of ours that nothing more comes; to TileRT's it is as good as closing."""
@@ -404,7 +400,7 @@ class _Attempt:
     def _tell(self, reason: str) -> None:
         if self._accept is not None:
             self._send_done(False, reason)
-        elif self._hello is None and not self._unreachable:
+        elif not self._called:
             _report(self._claim, self._config, reason)
         elif self._hello is not None and not self._announced:  # else the node refused it, and knows
             _notify(self._connection, self._hello, self._claim, self._config.rank, reason)
@@ -435,26 +431,19 @@ def _check_data_address(hello: Hello, allowed: AllowList, peer: str) -> None:
             raise HandoffRefused(f"decode's {name} names another host than {peer}: {refused}")
 
 
-def _greeted(claim: Claim, config: SenderConfig) -> tuple[wire.Connection, Hello]:
-    """A new connection to the claim's node, and the node's hello."""
-    deadline = _deadline(HANDSHAKE_TIMEOUT_S)
-    connection = wire.connect(claim.host, claim.port, deadline, config.allowed)
-    try:
-        return connection, read_hello(connection, config.secret, deadline)
-    except BaseException:
-        connection.close()
-        raise
-
-
 def _report(claim: Claim, config: SenderConfig, reason: str) -> None:
+    deadline = _deadline(HANDSHAKE_TIMEOUT_S)
     try:
-        connection, hello = _greeted(claim, config)
+        with contextlib.closing(_connected(claim, config, deadline)) as connection:
+            hello = read_hello(connection, config.secret, deadline)
+            with contextlib.suppress(OSError):
+                _notify(connection, hello, claim, config.rank, reason)
     except (OSError, ProtocolError, HandoffRefused) as error:
         logger.warning("%s:%d can't be told that request %s failed: %s", claim.host, claim.port, claim.rid, error)
-        return
-    with contextlib.suppress(OSError):
-        _notify(connection, hello, claim, config.rank, reason)
-    connection.close()
+
+
+def _connected(claim: Claim, config: SenderConfig, deadline: float) -> wire.Connection:
+    return wire.connect(claim.host, claim.port, deadline, config.allowed)
 
 
 def _notify(connection: wire.Connection, hello: Hello, claim: Claim, rank: int, reason: str) -> None:

@@ -1,7 +1,8 @@
 """NIXL over UCX: one-sided writes into a receiver's registered memory.
 
 One thread at a time uses the agent, the one that holds the lock. A writer posts and watches its write itself: handing
-it to another thread and back took 0.15 ms. What platform.md section 1 measured shapes the rest:
+it to another thread and back took 0.15 ms. What a write is made of is in descriptors.py. What platform.md section 1
+measured shapes the rest:
 
 - A write whose deadline has passed goes on, also after its handle was released. So its handle stays here, and a thread
   polls it until it ends; `TransferTimeout.settled` says when. Whoever gave up must keep the source, and the control
@@ -11,8 +12,6 @@ it to another thread and back took 0.15 ms. What platform.md section 1 measured 
 - Over shared memory (CMA) whoever posts a write copies it, and `transfer` keeps Python's lock meanwhile: vLLM's forward
   pass stands still. So a sender of host memory posts to UCX's own threads, `COPIERS` of them: together they copy twice
   as fast as one. Without them `transfer` blocks for the whole copy.
-- Writes are posted in batches of `BATCH_BYTES`, so that one big write neither holds up the others nor overruns its
-  deadline by much.
 - A dead receiver shows as an exception, and its exceptions have no common base class.
 - The receiver's notifications are not used: TileRT's receiver never reads them, they would pile up in its memory.
 """
@@ -28,7 +27,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -39,9 +38,9 @@ import torch
 from tilert_ref.connector.layout import Copy
 from tilert_ref.connector.transport import TransferError, TransferTimeout
 from tilert_ref.connector.transport.copiers import side_by_side, wake_on_time
+from tilert_ref.connector.transport.descriptors import Prepared, Range, Staged, in_batches, ranges_of, sources_of
 from tilert_ref.connector.transport.regions import Region, Regions
 
-BATCH_BYTES = 64 << 20
 MAX_REMOTES = 32
 PATIENCE_S = 60.0  # with other threads' use of the agent. Starting UCX takes 0.5 to 2 s, more on a loaded machine
 STAGING_PATIENCE_S = 1.0  # the same, while a receiver waits for an announce
@@ -53,10 +52,8 @@ EARLY = 0.9
 """Part of the time that the last writes took for as many bytes, after which a write is looked at for the first time. A
 look may cost the copiers 0.1 ms, if they have no processor to spare."""
 COPIERS = 2
-MIN_SHARED_BYTES = 1 << 20  # a smaller batch is not cut for the copiers
 PROGRESS_PAUSE_US = 10_000  # longest sleep of UCX's progress thread; what arrives wakes it
 
-_PAGE = 4096
 _MAKING_AGENT = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -70,67 +67,12 @@ def nixl_version() -> str | None:
     return None
 
 
-_Range = tuple[int, int, int]
-"""Source, destination, bytes."""
-
-
-class _Staged:
-    """Sources of copies that may come: each cut for the copiers, and NIXL's list, one descriptor for each piece."""
-
-    def __init__(self, sources: Sequence[tuple[int, int]], copiers: int) -> None:
-        self.sources = list(sources)
-        self.pieces: list[tuple[int, int]] = []  # address, bytes
-        self.numbers: list[range] = []  # the pieces of each range
-        self.kind = ""  # of memory
-        self.list: Any = None
-        for address, _, nbytes in _short((address, 0, nbytes) for address, nbytes in sources):
-            first = len(self.pieces)
-            self.pieces += _cut(address, nbytes, copiers)
-            self.numbers.append(range(first, len(self.pieces)))
-
-    def holds(self, copies: Sequence[Copy]) -> bool:
-        return self.sources == _sources(copies)
-
-
-class _Prepared(dict[str, Any]):
-    """A receiver's hello meta, and descriptors of what may be written there."""
-
-    def __init__(self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged) -> None:
-        super().__init__(hello_meta)
-        self.meta, device = _remote_meta(hello_meta)
-        self.staged = staged
-        self.targets: list[tuple[int, int, int]] = []  # address, bytes and device of each piece
-        self.list: Any = None
-        self.failed = False
-        self._numbers: dict[_Range, range] = {}
-        for whole, numbers in zip(_ranges(copies), staged.numbers, strict=True):
-            self._numbers[whole] = numbers
-            shift = whole[1] - whole[0]
-            for address, nbytes in staged.pieces[numbers.start : numbers.stop]:
-                self.targets.append((address + shift, nbytes, device))
-
-    def covers(self, ranges: Sequence[_Range]) -> bool:
-        return all(map(self._numbers.__contains__, ranges))
-
-    def chosen(self, batch: Sequence[_Range], copiers: int) -> list[int]:
-        """Numbers of the batch's descriptors.
-
-        NIXL gives each copier as many descriptors as the next, one after the other. So if the batch is worth it, the
-        first pieces of all ranges come first, and all copiers get as many bytes. In the order of the ranges otherwise:
-        NIXL puts pieces that adjoin together again.
-        """
-        numbers = [self._numbers[whole] for whole in batch]
-        if not copiers or sum(nbytes for *_, nbytes in batch) < MIN_SHARED_BYTES:
-            return list(itertools.chain.from_iterable(numbers))
-        return [of_range[turn] for turn in range(copiers) for of_range in numbers if turn < len(of_range)]
-
-
 @dataclass(eq=False)
 class _Write:
     """One `write` call."""
 
-    waiting: deque[list[_Range]]  # batches
-    prepared: _Prepared
+    waiting: deque[list[Range]]  # batches
+    prepared: Prepared
     settled: "Future[None]" = field(default_factory=Future)  # done when no byte moves any more; raises if it failed
     abandoned: bool = False
     handle: Any = None
@@ -159,8 +101,8 @@ class NixlTransport:
         self._registrations: dict[int, Any] = {}
         self._remotes: dict[bytes, str] = {}  # agent metadata -> name, oldest first
         self._lists: list[Any] = []  # NIXL's, of descriptors
-        self._prepared: dict[int, _Prepared] = {}  # by id
-        self._retired: list[_Staged | _Prepared] = []  # to be let go; may grow without the lock
+        self._prepared: dict[int, Prepared] = {}  # by id
+        self._retired: list[Staged | Prepared] = []  # to be let go; may grow without the lock
         self._writes: list[_Write] = []
         self._ended: list[tuple[_Write, TransferError | None]] = []  # not told yet
         self._s_per_byte = 0.0  # as the last writes took
@@ -195,7 +137,7 @@ class NixlTransport:
         """One-sided writes cannot be refused."""
 
     @contextlib.contextmanager
-    def staged(self, sources: Sequence[tuple[int, int]]) -> Iterator[_Staged | None]:
+    def staged(self, sources: Sequence[tuple[int, int]]) -> Iterator[Staged | None]:
         with contextlib.ExitStack() as stack:
             staged = None
             with contextlib.suppress(TransferError):  # the write will meet it again
@@ -204,7 +146,7 @@ class NixlTransport:
 
     @contextlib.contextmanager
     def prepared(
-        self, hello_meta: dict[str, Any], copies: Sequence[Copy], staged: _Staged | None = None
+        self, hello_meta: dict[str, Any], copies: Sequence[Copy], staged: Staged | None = None
     ) -> Iterator[dict[str, Any]]:
         with contextlib.ExitStack() as stack:
             meta = hello_meta
@@ -216,8 +158,8 @@ class NixlTransport:
     def write(self, hello_meta: dict[str, Any], copies: Sequence[Copy], tag: bytes, deadline: float) -> None:
         if not copies:
             return
-        ranges = _ranges(copies)
-        if isinstance(hello_meta, _Prepared) and hello_meta.covers(ranges):
+        ranges = ranges_of(copies)
+        if isinstance(hello_meta, Prepared) and hello_meta.covers(ranges):
             self._write(hello_meta, ranges, deadline)
             return
         with self._preparing(hello_meta, copies, None, deadline) as prepared:
@@ -264,9 +206,9 @@ class NixlTransport:
                 write.settled.set_exception(error)
 
     @contextlib.contextmanager
-    def _staging(self, sources: Sequence[tuple[int, int]], deadline: float) -> Iterator[_Staged]:
+    def _staging(self, sources: Sequence[tuple[int, int]], deadline: float) -> Iterator[Staged]:
         wake_on_time()  # this thread, when it watches the write
-        staged = _Staged(sources, self._copiers)
+        staged = Staged(sources, self._copiers)
         device, staged.kind = self._source(sources)
         pieces = [(address, nbytes, device) for address, nbytes in staged.pieces]
         with self._turn(deadline - time.monotonic()):
@@ -278,13 +220,13 @@ class NixlTransport:
 
     @contextlib.contextmanager
     def _preparing(
-        self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: _Staged | None, deadline: float
-    ) -> Iterator[_Prepared]:
+        self, hello_meta: Mapping[str, Any], copies: Sequence[Copy], staged: Staged | None, deadline: float
+    ) -> Iterator[Prepared]:
         """What has been posted when it ends goes on: NIXL has copied the descriptors."""
         with contextlib.ExitStack() as stack:
             if staged is None or not staged.holds(copies):
-                staged = stack.enter_context(self._staging(_sources(copies), deadline))
-            prepared = _Prepared(hello_meta, copies, staged)
+                staged = stack.enter_context(self._staging(sources_of(copies), deadline))
+            prepared = Prepared(hello_meta, copies, staged)
             with self._turn(deadline - time.monotonic()):
                 try:
                     prepared.list = self._remote_list(self._remote(prepared.meta), prepared.targets, staged.kind)
@@ -297,7 +239,7 @@ class NixlTransport:
             finally:
                 self._let_go(prepared)
 
-    def _let_go(self, made: _Staged | _Prepared) -> None:
+    def _let_go(self, made: Staged | Prepared) -> None:
         """Now if NIXL is not busy, else with the next turn."""
         self._retired.append(made)
         if self._lock.acquire(blocking=False):
@@ -306,8 +248,8 @@ class NixlTransport:
             finally:
                 self._unlock()
 
-    def _write(self, prepared: _Prepared, ranges: Sequence[_Range], deadline: float) -> None:
-        write = _Write(deque(_batches(ranges)), prepared)
+    def _write(self, prepared: Prepared, ranges: Sequence[Range], deadline: float) -> None:
+        write = _Write(deque(in_batches(ranges)), prepared)
         with self._turn(deadline - time.monotonic()):
             if deadline <= time.monotonic():
                 raise TransferError("the write's deadline passed before it could begin")
@@ -435,7 +377,7 @@ class NixlTransport:
             self._settle(write, _transfer_error(error))
         return True
 
-    def _post(self, write: _Write, batch: list[_Range]) -> None:
+    def _post(self, write: _Write, batch: list[Range]) -> None:
         chosen = write.prepared.chosen(batch, self._copiers)
         source, target = write.prepared.staged.list, write.prepared.list
         write.handle = self._agent.make_prepped_xfer("WRITE", source, chosen, target, chosen)
@@ -575,46 +517,6 @@ def _resting_progress_thread(agent_class: type) -> Iterator[None]:
             bindings.nixlAgentConfig = original
 
 
-def _sources(copies: Sequence[Copy]) -> list[tuple[int, int]]:
-    return [(src, nbytes) for src, _, nbytes, _, _ in copies]
-
-
-def _ranges(copies: Sequence[Copy]) -> list[_Range]:
-    return list(_short(copy[:3] for copy in copies))
-
-
-def _short(ranges: Iterable[_Range]) -> Iterator[_Range]:
-    """The ranges, cut where one is longer than BATCH_BYTES."""
-    for src, dst, nbytes in ranges:
-        while nbytes > BATCH_BYTES:
-            yield src, dst, BATCH_BYTES
-            src, dst, nbytes = src + BATCH_BYTES, dst + BATCH_BYTES, nbytes - BATCH_BYTES
-        yield src, dst, nbytes
-
-
-def _batches(ranges: Sequence[_Range]) -> Iterator[list[_Range]]:
-    """Lists of at most BATCH_BYTES."""
-    batch: list[_Range] = []
-    room = BATCH_BYTES
-    for whole in ranges:
-        if whole[2] > room:
-            yield batch
-            batch, room = [], BATCH_BYTES
-        batch.append(whole)
-        room -= whole[2]
-    if batch:
-        yield batch
-
-
-def _cut(address: int, nbytes: int, copiers: int) -> list[tuple[int, int]]:
-    """A piece for each of the copiers, of whole pages but for the last. A range too small for that stays whole."""
-    step = nbytes // copiers // _PAGE * _PAGE if copiers else 0
-    if not step:
-        return [(address, nbytes)]
-    last = (copiers - 1) * step
-    return [*((address + start, step) for start in range(0, last, step)), (address + last, nbytes - last)]
-
-
 def _quiet(write: _Write) -> "Future[None]":
     """A future that is done when the write is, without its error: the caller has its own already."""
     ended: Future[None] = Future()
@@ -625,13 +527,6 @@ def _quiet(write: _Write) -> "Future[None]":
 
     write.settled.add_done_callback(told)
     return ended
-
-
-def _remote_meta(hello_meta: dict[str, Any]) -> tuple[bytes, int]:
-    try:
-        return base64.b64decode(hello_meta["nixl_meta"], validate=True), int(hello_meta.get("nixl_dev") or 0)
-    except (KeyError, ValueError) as error:
-        raise TransferError(f"the receiver's hello has no usable nixl_meta: {error!r}") from error
 
 
 def _transfer_error(error: Exception) -> TransferError:
