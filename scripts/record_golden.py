@@ -240,11 +240,12 @@ def record_plan(lab: Lab, scenario: Scenario, kind: str, plan: dict[str, Any]) -
     """One plan, in as many processes as the lab deals its prompts to. False if one of them failed."""
     where = lab.raw / f"{scenario.name}.{kind}"
     Path(f"{where}.json").write_text(json.dumps(plan))
-    hands = deal(plan, lab.hands)
+    if not (hands := deal(plan, lab.hands)):
+        return lab.run(f"{scenario.name}.{kind}", ["-m", "tilert_ref.golden.record", f"{where}.json", f"{where}.pt"])
 
     def play(number: int) -> bool:
         hand = f"{where}.{number}"
-        Path(f"{hand}.json").write_text(json.dumps(hands[number]))
+        Path(f"{hand}.json").write_text(json.dumps(hand_of(plan, hands[number], traces=number == 0)))
         command = ["-m", "tilert_ref.golden.record", f"{hand}.json", f"{hand}.pt"]
         return lab.run(f"{scenario.name}.{kind}.{number}", command)
 
@@ -256,30 +257,31 @@ def record_plan(lab: Lab, scenario: Scenario, kind: str, plan: dict[str, Any]) -
     return good
 
 
-def deal(plan: dict[str, Any], hands: int) -> list[dict[str, Any]]:
-    """The prompts of a plan with one part dealt out by length, each hand a plan; the first hand traces operators. Plans
-    with more rounds than "alone" stay whole: their batches are of all prompts."""
-    if [part["rounds"] for part in plan["parts"].values()] != [["alone"]]:
-        return [plan]
+def deal(plan: dict[str, Any], hands: int) -> list[list[int]]:
+    """Which prompts of a plan with one part each process gets, by length. Empty for a plan that stays whole: its
+    batches, in rounds other than "alone", are of all prompts."""
+    parts = list(plan["parts"].values())
+    if hands == 1 or [part["rounds"] for part in parts] != [["alone"]]:
+        return []
+    order = sorted(range(len(parts[0]["prompts"])), key=lambda number: -len(parts[0]["prompts"][number]))
+    return [order[first::hands] for first in range(min(hands, len(order)))]
+
+
+def hand_of(plan: dict[str, Any], numbers: list[int], *, traces: bool) -> dict[str, Any]:
+    """The plan of one process: these prompts. traces: it records operators too, if the plan says so."""
     ((name, part),) = plan["parts"].items()
-    longest_first = sorted(part["prompts"], key=len, reverse=True)
-    dealt = [longest_first[first::hands] for first in range(min(hands, len(longest_first)))]
-    plans = [plan | {"parts": {name: part | {"prompts": prompts}}} for prompts in dealt]
-    return [plans[0], *({key: value for key, value in hand.items() if key != "traced"} for hand in plans[1:])]
+    dealt = plan | {"parts": {name: part | {"prompts": [part["prompts"][number] for number in numbers]}}}
+    return dealt if traces else {key: value for key, value in dealt.items() if key != "traced"}
 
 
-def gathered(plan: dict[str, Any], hands: list[dict[str, Any]], outs: list[dict[str, Any]]) -> dict[str, Any]:
+def gathered(plan: dict[str, Any], hands: list[list[int]], outs: list[dict[str, Any]]) -> dict[str, Any]:
     """What one process would have written: the answers in the order of the plan, the facts of the first hand."""
-    if len(outs) == 1 and hands[0] == plan:
-        return outs[0]
     ((name, part),) = plan["parts"].items()
-    answers = {
-        tuple(prompt): answer
-        for hand, out in zip(hands, outs, strict=True)
-        for prompt, answer in zip(hand["parts"][name]["prompts"], out["parts"][name]["alone"], strict=True)
-    }
-    parts = {name: {"alone": [answers[tuple(prompt)] for prompt in part["prompts"]]}}
-    return {"parts": parts, "facts": outs[0]["facts"] | {"processes": len(outs)}}
+    answers: list[Any] = [None] * len(part["prompts"])
+    for numbers, out in zip(hands, outs, strict=True):
+        for number, made in zip(numbers, out["parts"][name]["alone"], strict=True):
+            answers[number] = made
+    return {"parts": {name: {"alone": answers}}, "facts": outs[0]["facts"] | {"processes": len(outs)}}
 
 
 def collect(lab: Lab, scenario: Scenario, checkpoint: Path, kinds: list[str]) -> Golden:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +31,12 @@ import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
 from tilert_ref.model_files import read_config
+from tilert_ref.stack import end_on_signals
 
 SHORT = 8  # tokens of the short answer that is subtracted
 ANSWER = "measured: "  # begins the line in which vLLM's half says it: its processes may print behind that
-QUIET = ("VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT", "VLLM_LOGGING_LEVEL", *bench_plugin.VLLM_ENV)
-"""Settings of vLLM's that don't change its speed, or that this file gives it."""
+QUIET = ("KEY", "TOKEN", "HOST", "PORT", "PATH", "ROOT", "DIR", "LOGGING", "USAGE")
+"""Settings of vLLM's with such a word in their names don't change its speed, and some are secret."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "plugin":
             return bench_plugin.run(args)
         if args.peer_json:  # the vLLM half, started by the other half in its own process
-            print(ANSWER + json.dumps(_measure_vllm(args)), flush=True)
+            print("\n" + ANSWER + json.dumps(_measure_vllm(args)), flush=True)
             return 0
         return _bench(args)
 
@@ -220,8 +221,9 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     command += ["--tokens", str(args.tokens), "--repeats", str(args.repeats)]
     command += ["--context", *map(str, args.context)]
     command += ["--vllm-eager"] if args.vllm_eager else []
-    env = os.environ | (bench_plugin.VLLM_ENV if args.device == "cpu" else {})
-    if settings := vllm_settings(env):
+    ours = bench_plugin.VLLM_ENV if args.device == "cpu" else {}
+    env = os.environ | ours
+    if settings := vllm_settings(env.keys() - ours.keys(), env):
         print("not vLLM's defaults, and it may be slower with them:", *settings, flush=True)
     speeds = _run_peer(command, env, args.timeout)
     measured = list[Measured]()
@@ -231,9 +233,10 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     return measured
 
 
-def vllm_settings(env: Mapping[str, str]) -> list[str]:
-    """NAME=value of what the environment changes in vLLM: a ratio is against the vLLM that ran."""
-    return [f"{name}={env[name]}" for name in sorted(env) if name.startswith("VLLM_") and name not in QUIET]
+def vllm_settings(names: Iterable[str], env: Mapping[str, str]) -> list[str]:
+    """NAME=value of those that change something in vLLM: a ratio is against the vLLM that ran."""
+    named = [name for name in sorted(names) if name.startswith("VLLM_") and not any(word in name for word in QUIET)]
+    return [f"{name}={env[name]}" for name in named]
 
 
 def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[float]:
@@ -243,7 +246,8 @@ def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[f
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         half = subprocess.Popen(command, env=env, stdout=out, stderr=log, start_new_session=True)
         try:
-            status = half.wait(seconds)
+            with end_on_signals():
+                status = half.wait(seconds)
             failure = f"failed with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
@@ -252,10 +256,10 @@ def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[f
                 os.killpg(half.pid, signal.SIGKILL)
             half.wait()
         texts = [file.seek(0) or file.read() for file in (out, log)]
-    if failure:
+    answers = [line.removeprefix(ANSWER) for line in texts[0].splitlines() if line.startswith(ANSWER)]
+    if failure := failure or ("" if answers else "ended without an answer"):
         ends = "\n".join(text[-2000:] for text in texts)
         raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{ends}")
-    answers = [line.removeprefix(ANSWER) for line in texts[0].splitlines() if line.startswith(ANSWER)]
     return json.loads(answers[-1])
 
 

@@ -1,8 +1,13 @@
 """`tilert-ref`: one program in front of every part. A command's module is imported only when the command runs."""
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
+
+from tilert_ref.model_files import InputError
+
+NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return importlib.import_module(COMMANDS[name].module).main(rest) or 0
-    except (ValueError, OSError) as error:  # what a command was given: the text names it and what is legal
+    except BrokenPipeError:  # whoever read this has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (InputError, *NO_FILE) as error:
         print(f"tilert-ref {name}: error: {error}", file=sys.stderr)
         return 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
-from tilert_ref.model_files import ConfigError, present, read_json, read_text, shown
+from tilert_ref.model_files import ConfigError, InputError, present, read_json, read_text, shown
 from tilert_ref.router.detokenize import read_tokenizer
 
 
@@ -41,7 +41,7 @@ def render_chat(model_dir: Path, messages: list[dict[str, str]]) -> str:
     if present(beside):
         template, where = read_text(beside), str(beside)
     if not template:
-        raise ValueError(f"{model_dir} has no chat template; use --prompt without --chat")
+        raise InputError(f"{model_dir} has no chat template; use --prompt without --chat")
     if not isinstance(template, str):
         raise ConfigError(f"{where} = {shown(template)}, legal: a string")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)

@@ -11,11 +11,16 @@ INDEX = "model.safetensors.index.json"
 SHOWN_CHARACTERS = 200  # of a value in an error: a file may hold anything, at any length
 
 
-class ConfigError(ValueError):
+class InputError(ValueError):
+    """What a caller or a file said can't be used; the text names it, what was got and what is legal. The command line
+    shows it without a traceback."""
+
+
+class ConfigError(InputError):
     """A file of a checkpoint that can't be used; the text names file and key, what was got and what is legal."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """Missing, leftover or misshapen weights; the text names the file or the tensors."""
 
 
@@ -34,7 +39,7 @@ def present(path: Path) -> bool:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name that a file can have
         pass
     return True
 

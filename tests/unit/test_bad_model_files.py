@@ -255,7 +255,8 @@ def test_a_tensor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "said"), [("blah", "device 'blah': "), ("cuda:99", "device 'cuda:99': this torch sees")]
+    ("device", "said"),
+    [("blah", "device 'blah', legal: cpu, cuda, cuda:N"), ("cuda:99", "device 'cuda:99': this torch sees")],
 )
 @pytest.mark.parametrize("tool", ["generate", "decode-server", "bench"])
 def test_a_device_that_is_none_is_named(

@@ -162,6 +162,8 @@ def test_a_peer_that_fails_or_takes_too_long_is_named_with_its_log() -> None:
     assert run(answer + "print('a process of the engine says good-bye')") == [1.5, 2.5]
     with pytest.raises(RuntimeError, match="failed with status 3.*\n(.*\n)*engine started"):
         run("sys.exit(3)")
+    with pytest.raises(RuntimeError, match="ended without an answer.*\n(.*\n)*engine started"):
+        run("pass")
     with pytest.raises(RuntimeError, match="had not ended after 2 s.*--timeout.*\n(.*\n)*engine started"):
         run("time.sleep(60)", 2)
 
@@ -181,5 +183,5 @@ def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_settings_of_vllm_are_named() -> None:
-    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": "x", "HOME": "y", **bench.bench_plugin.VLLM_ENV}
-    assert bench.vllm_settings(env) == ["VLLM_USE_FLASHINFER_SAMPLER=0"]
+    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": "x", "VLLM_API_KEY": "secret", "HOME": "y"}
+    assert bench.vllm_settings(env, env) == ["VLLM_USE_FLASHINFER_SAMPLER=0"]

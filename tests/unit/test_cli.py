@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tilert_ref.cli import COMMANDS, main
+from tilert_ref.model_files import ConfigError
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -29,3 +30,42 @@ def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from tilert_ref.cli import main; main(['--help']); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert out.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("a.json: x, legal: y"), "a.json: x, legal: y"),
+        (FileNotFoundError(2, "No such file"), "No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends_with(error, monkeypatch)
+    assert main(["verify"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tilert-ref verify: error: ") and said in line
+
+
+@pytest.mark.parametrize("error", [ValueError("zip() argument 2 is longer"), TimeoutError()], ids=str)
+def test_a_defect_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(error, monkeypatch)
+    with pytest.raises(type(error)):
+        main(["verify"])
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "import sys, tilert_ref.golden.verify as verify; from tilert_ref.cli import main; "
+    code += "verify.main = lambda argv: print('x' * 10**6); sys.exit(main(['verify']))"
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert run.stderr.read() == b""
+    assert run.wait(60) == 1
+
+
+def ends_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("tilert_ref.golden.verify.main", main)

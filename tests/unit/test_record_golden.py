@@ -71,25 +71,22 @@ def test_children_that_fail_or_never_end(
 
 
 def test_prompts_dealt_out_come_back_in_order(script: ModuleType) -> None:
-    prompts = [[7] * length for length in (5, 300, 1, 42, 41)]
-    part = {"prompts": prompts, "rounds": ["alone"]}
-    plan = {"tokens": 2, "traced": 5, "parts": {"main": part}}
+    prompts = [[7] * length for length in (5, 300, 1, 42, 41, 5)]
+    plan = {"tokens": 2, "traced": 5, "parts": {"main": {"prompts": prompts, "rounds": ["alone"]}}}
     hands = script.deal(plan, 2)
-    assert [[len(p) for p in hand["parts"]["main"]["prompts"]] for hand in hands] == [[300, 41, 1], [42, 5]]
-    assert [hand.get("traced") for hand in hands] == [5, None]
-    answers = [[{"ids": [len(p)]} for p in hand["parts"]["main"]["prompts"]] for hand in hands]
-    outs = [{"parts": {"main": {"alone": made}}, "facts": {"hand": n}} for n, made in enumerate(answers)]
+    plans = [script.hand_of(plan, numbers, traces=numbers is hands[0]) for numbers in hands]
+    assert [[len(p) for p in hand["parts"]["main"]["prompts"]] for hand in plans] == [[300, 41, 5], [42, 5, 1]]
+    assert [hand.get("traced") for hand in plans] == [5, None]
+    outs = [{"parts": {"main": {"alone": numbers}}, "facts": {"hand": n}} for n, numbers in enumerate(hands)]
     whole = script.gathered(plan, hands, outs)
-    assert whole["parts"]["main"]["alone"] == [{"ids": [len(p)]} for p in prompts]
-    assert whole["facts"] == {"hand": 0, "processes": 2}
+    assert whole == {"parts": {"main": {"alone": [0, 1, 2, 3, 4, 5]}}, "facts": {"hand": 0, "processes": 2}}
 
 
-def test_more_hands_than_prompts_and_plans_with_batches(script: ModuleType) -> None:
+def test_more_hands_than_prompts_and_plans_that_stay_whole(script: ModuleType) -> None:
     alone = {"parts": {"main": {"prompts": [[1]], "rounds": ["alone"]}}}
-    assert script.deal(alone, 8) == [alone]
-    batch = {"parts": {"main": {"prompts": [[1], [2]], "rounds": ["alone", "batch"]}}}
-    assert script.deal(batch, 8) == [batch]
-    assert script.gathered(batch, [batch], [{"parts": "as it is"}]) == {"parts": "as it is"}
+    assert script.deal(alone, 8) == [[0]]
+    assert script.deal(alone, 1) == []
+    assert script.deal({"parts": {"main": {"prompts": [[1], [2]], "rounds": ["alone", "batch"]}}}, 8) == []
 
 
 def test_hands_without_no_floor_are_refused(

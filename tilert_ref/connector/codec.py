@@ -430,6 +430,7 @@ def check_geometry(theirs: Geometry | None, layout: BufferLayout, checkpoint: st
             raise HandoffRefused(f"the peer has {name} {getattr(theirs, name)!r}, we have {getattr(ours, name)!r}")
     if checkpoint and theirs.checkpoint and theirs.checkpoint != checkpoint:
         text = f"the peer has checkpoint {theirs.checkpoint!r}, we have {checkpoint!r}"
-        if theirs.checkpoint.rpartition(":")[0] != checkpoint.rpartition(":")[0]:  # fingerprint.VERSION
+        rules = {name.partition(":")[0] for name in (theirs.checkpoint, checkpoint) if ":" in name}
+        if len(rules) == 2:  # fingerprint.VERSION
             text += "; two rules of two releases: legal is one release at both ends, or --any-checkpoint at decode"
         raise HandoffRefused(text)

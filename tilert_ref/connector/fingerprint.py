@@ -3,37 +3,37 @@
 Cheap, and the same on every machine with the same files: a node with 700 GB of weights reads 60 MB of them. It is
 sha256, "v2:" and 64 hex digits, over
 
-- of config.json, as canonical JSON, what the model is built from (`what_counts`): what decides how the weights are
-  read, and with it the pairing of the indexer's rope. The two ends' copies may come from different releases of
-  transformers, which write other defaults and other spellings of one model;
+- what config.json says, as canonical JSON, but for what no KV depends on (`what_counts`): it decides how the weights
+  are read, and with it the pairing of the indexer's rope;
 - per weights file, by name: name, size, header (which tensors, their dtypes and shapes), and SAMPLES blocks of
   SAMPLE_BYTES, at even distances from the first byte after the header to the last of the file. A fine-tune changes all
   tensors or those of one kind in each layer; blocks that hit none of them are the one case that goes unnoticed.
 
 The weights files are those that model.safetensors.index.json names, else every *.safetensors.
 
-Version history: v1 (0.1.0) took all of config.json but `_name_or_path` and `transformers_version`, so that a `dtype`
-for a `torch_dtype` or another `eos_token_id` was another checkpoint. Ends of different versions refuse each other, as
-those with different weights do: a digest says nothing about what another rule would have made of the files. A change of
-what counts, and that is every new field of ModelConfig, needs a new version here.
+Version history: v1 (0.1.0) left out `_name_or_path` and `transformers_version` only, so that another `eos_token_id` or
+a `dtype` for a `torch_dtype` was another checkpoint. Ends of different versions refuse each other, as those with
+different weights do: a digest says nothing about what another rule would have made of the files. A change of what
+counts needs a new version here.
 """
 
 import hashlib
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tilert_ref.engine.config import parse_config
-from tilert_ref.model_files import ConfigError, read_config, read_weight_map
+from tilert_ref.model_files import read_config, read_weight_map
 
 SAMPLES = 96
 SAMPLE_BYTES = 4096
 MAX_HEADER = 100_000_000  # as safetensors itself
 VERSION = "v2"
-VOLATILE = ("_name_or_path", "transformers_version")
-NO_KV = ("eos_token_ids",)  # of ModelConfig: changes no row, and is what people mend in a config.json
+NO_KV = (
+    "_name_or_path", "transformers_version", "use_cache", "initializer_range", "attention_dropout",
+    "eos_token_id", "bos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Keys of config.json that change no row of a prompt: names, training, and what ends or pads a text."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,30 +53,33 @@ def checkpoint_fingerprint(directory: str | Path) -> str:
 
 
 def what_counts(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says that KV depends on.
+    """What config.json says that KV may depend on: everything but NO_KV, as it stands there.
 
-    The numbers of ModelConfig, in which all spellings of a model are one and every key that could change the maths has
-    been read or refused, and quantization_config as it stands: vLLM reads more of it than our engine. A config that our
-    engine can't have counts with every key, because what its keys mean is not known here.
+    Not what our engine makes of it: vLLM and we may read one file differently, and a digest must not call two files one
+    that some reader tells apart. Only spelling is evened out: null is absent, 1.0 is 1, and `torch_dtype` is `dtype`.
     """
-    try:
-        model = asdict(parse_config(config))
-    except ConfigError:
-        return {key: value for key, value in config.items() if key not in VOLATILE}
-    for name in NO_KV:
-        del model[name]
-    return model | {"quantization_config": config.get("quantization_config") or None}
+    counts = {key: value for key, value in _even(config).items() if key not in NO_KV}
+    if "torch_dtype" in counts:
+        counts.setdefault("dtype", counts.pop("torch_dtype"))
+    return counts
+
+
+def _even(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _even(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_even(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def known_fingerprint(model: str | Path, reason: str = "") -> str | None:
     """The digest, or None and a line in the log that says why there is none: `reason` if given, else what it met."""
-    if not reason and not Path(model).is_dir():
-        reason = f"{str(model)!r} is no directory"
-    if not reason:
-        try:
+    try:
+        if not reason and Path(model).is_dir():
             return checkpoint_fingerprint(model)
-        except Exception as error:  # mostly no file, no JSON, no weights; and nothing here may end the vLLM that asks
-            reason = f"{type(error).__name__}: {error}"
+        reason = reason or f"{str(model)!r} is no directory"
+    except Exception as error:  # mostly no file, no JSON, no weights; and nothing here may end the vLLM that asks
+        reason = f"{type(error).__name__}: {error}"
     logger.info("the other end cannot compare checkpoints: %s", reason)
     return None
 

@@ -30,6 +30,7 @@ from tilert_ref.connector.rounding import (
 from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.batch import Selected
 from tilert_ref.engine.config import ModelConfig
+from tilert_ref.model_files import InputError
 
 SCALE_BYTES = 4
 SCALE_READ = ScaleRead.BF16
@@ -263,13 +264,13 @@ def _words(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 def check_fp8_rows(config: ModelConfig) -> None:
     """Raises ValueError if vLLM has no fp8_ds_mla cache for such a model."""
     if config.index_topk is None:
-        raise ValueError("kv cache dtype fp8_ds_mla is for sparse models; this one has no index_topk, legal: bf16")
+        raise InputError("kv cache dtype fp8_ds_mla is for sparse models; this one has no index_topk, legal: bf16")
     widths, legal = (
         (config.kv_lora_rank, config.qk_rope_head_dim),
         (FP8_DS_MLA["latent"].count, FP8_DS_MLA["rope"].count),
     )
     if widths != legal:
-        raise ValueError(
+        raise InputError(
             f"kv_lora_rank and qk_rope_head_dim {widths}: fp8_ds_mla rows are for {legal}, legal here: bf16"
         )
 

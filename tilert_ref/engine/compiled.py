@@ -112,13 +112,15 @@ def cxx() -> str:
     """The C++ compiler as Inductor wants it named, one program; of a CXX with more words ("ccache g++") a script.
 
     The script lies beside Inductor's results, always under the same name: they are found again by the command that made
-    them. Its name has all the words, in which Inductor looks for g++ and clang.
+    them. Its name ends with the compiler's, in which Inductor looks for g++ and clang.
     """
     words = _cxx_words()
     if len(words) == 1:
         return words[0]
     text = f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
-    name = re.sub(r"[^\w.+-]", "_", "_".join(words))[:100]
+    programs = [Path(word).name for word in words if not word.startswith("-")]
+    compiler = next((name for name in reversed(programs) if re.search(r"g\+\+|gcc|clang", name)), programs[-1])
+    name = re.sub(r"[^\w.+-]", "_", compiler)[-100:]
     script = Path(cache_dir(), f"cxx-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{name}")
     new = script.with_name(f"{script.name}.{os.getpid()}")
     new.write_text(text)

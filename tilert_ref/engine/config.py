@@ -385,7 +385,10 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     """
     nested, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
     if not nested:
-        return {"rope_theta": keys.number("rope_theta", above=1), "rope_scaling": _yarn(scaling, keys.where)}
+        theta = keys.number("rope_theta", above=1)
+        if (inner := scaling.get("rope_theta")) not in (None, theta):  # vLLM would rotate by that one
+            raise ConfigError(f"{keys.where}: rope_scaling: rope_theta = {shown(inner)}, legal: {theta} as beside it")
+        return {"rope_theta": theta, "rope_scaling": _yarn(scaling, keys.where)}
     flat = _REQUIRED if keys.get("rope_theta", None) is None else keys.number("rope_theta", above=1)
     theta = _Keys(nested, f"{keys.where}: rope_parameters").number("rope_theta", flat, above=1)
     yarn = _yarn(nested, keys.where)

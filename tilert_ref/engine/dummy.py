@@ -5,6 +5,7 @@ checkpoints.
 """
 
 import fnmatch
+import re
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ BF16_MATRICES = (
     "*.wk.*",
 )
 """What a block-fp8 checkpoint of the family keeps in bf16 (GLM-5-FP8 and DeepSeek-V3.2, their weight maps)."""
+ROOM = "can't allocate|out of memory|overflowed"  # what torch says where there is none; other errors aren't of room
 SPREAD = 0.02  # of the weights, as in every config's initializer_range
 
 
@@ -46,6 +48,8 @@ class DummyTensors:
         try:
             return self._made(name, shape, dtype)
         except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not re.search(ROOM, str(error)):
+                raise
             first = str(error).splitlines()[0] if str(error) else repr(error)
             raise CheckpointError(
                 f"{self.where}: no room for {name} {list(shape)} on {self._device} ({first})"

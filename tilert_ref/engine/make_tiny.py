@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tilert_ref.engine.config import parse_config
+from tilert_ref.model_files import InputError
 
 Config = dict[str, Any]
 Weights = dict[str, torch.Tensor]
@@ -212,7 +213,7 @@ def tiny_config(arch: str, **overrides: Any) -> Config:
     Raises ValueError on an unknown arch.
     """
     if arch not in _VARIANTS:
-        raise ValueError(f"unknown arch {arch!r}; legal: {', '.join(ARCHS)}")
+        raise InputError(f"unknown arch {arch!r}; legal: {', '.join(ARCHS)}")
     merged = _DSV3 | _VARIANTS[arch] | overrides
     return json.loads(json.dumps({k: v for k, v in merged.items() if v is not _WITHOUT}))
 
@@ -410,7 +411,7 @@ def make_tiny(out: Path, arch: str, seed: int = 0, overrides: Mapping[str, Any] 
     """
     config = tiny_config(arch, **(overrides or {}))
     if config["vocab_size"] < VOCAB_SIZE:
-        raise ValueError(f"vocab_size {config['vocab_size']} is below the tokenizer's {VOCAB_SIZE} entries")
+        raise InputError(f"vocab_size {config['vocab_size']} is below the tokenizer's {VOCAB_SIZE} entries")
     out.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights(config, seed)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -432,10 +433,10 @@ def make_slice(out: Path, name: str, layers: int) -> None:
     No weights: the engine makes them on the device (load_format dummy), and so does vLLM. Raises ValueError.
     """
     if name not in SLICES:
-        raise ValueError(f"no slice {name!r}; legal: {', '.join(SLICES)}")
+        raise InputError(f"no slice {name!r}; legal: {', '.join(SLICES)}")
     config = json.loads((Path(__file__).parent / "published" / SLICES[name]).read_text())
     if not 1 <= layers <= config["num_hidden_layers"]:
-        raise ValueError(f"{layers} layers of {name}; legal: 1 to {config['num_hidden_layers']}")
+        raise InputError(f"{layers} layers of {name}; legal: 1 to {config['num_hidden_layers']}")
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config | {"num_hidden_layers": layers} | _cut_lists(config, layers))
 

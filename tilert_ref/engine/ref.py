@@ -24,6 +24,7 @@ from tilert_ref.engine.numerics import Kernels, vllm_kernels
 from tilert_ref.engine.rope import rope_table, table_dtype
 from tilert_ref.engine.sampling import Sampler
 from tilert_ref.engine.weights import load_weights, take_weights
+from tilert_ref.model_files import InputError, shown
 
 GREEDY = SamplingParams(temperature=0.0)
 INJECTED_TOGETHER = 16  # layers; between them whoever made the planes may call it off
@@ -96,7 +97,7 @@ class RefEngine:
     def prefill(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> int:
         """The engine's own prefill: fills the cache from token ids and returns the first token."""
         if not 0 < len(prompt) < self.max_seq_len:
-            raise ValueError(f"prompt of {len(prompt)} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
+            raise InputError(f"prompt of {len(prompt)} tokens; legal are 1 to {self.max_seq_len - 1} (max_seq_len - 1)")
         for token in prompt:
             self._check_token(token)
         hidden = prefill(self.model, self.cache, prompt)
@@ -254,7 +255,7 @@ def load_engine(
     Raises ConfigError or CheckpointError, both naming the key or tensor, and ValueError on an illegal option.
     """
     if load_format not in ("auto", "dummy"):
-        raise ValueError(f"load_format = {load_format!r}, legal: auto, dummy")
+        raise InputError(f"load_format = {load_format!r}, legal: auto, dummy")
     check_device(device)
     config = load_config(model_dir)
     _check_options(config, num_mtp, max_seq_len)
@@ -324,7 +325,7 @@ def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRu
     rules = {rule.value: rule for rule in ScaleRule}
     rule = kv_scale_rule if isinstance(kv_scale_rule, ScaleRule) else rules.get(kv_scale_rule)
     if rule is None:
-        raise ValueError(f"kv_scale_rule = {kv_scale_rule!r}, legal: {', '.join(rules)}")
+        raise InputError(f"kv_scale_rule = {kv_scale_rule!r}, legal: {', '.join(rules)}")
     if row_format(kv_cache_dtype) is not FP8_DS_MLA:
         return None
     check_fp8_rows(config)
@@ -332,21 +333,21 @@ def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRu
 
 
 def check_device(name: str) -> None:
-    """Raises ValueError for what is no torch device and for one that isn't there: torch raises anything but that."""
-    try:
-        kind, gpus = torch.device(name), torch.cuda.device_count()
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}; legal: cpu, cuda, cuda:N") from error
-    if kind.type == "cuda" and not (kind.index or 0) < gpus:
-        raise ValueError(f"device {name!r}: this torch sees {gpus} CUDA device(s); legal: cpu, or one that it sees")
+    """Raises InputError for what is no device that this engine runs on, and for one that isn't there."""
+    kind, _, number = name.partition(":")
+    gpus = torch.cuda.device_count()
+    if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal() and number.isascii())):
+        raise InputError(f"device {shown(name)}, legal: cpu, cuda, cuda:N")
+    if kind == "cuda" and int(number or 0) >= gpus:
+        raise InputError(f"device {name!r}: this torch sees {gpus} CUDA device(s); legal: cpu, or one that it sees")
 
 
 def _check_options(config: ModelConfig, num_mtp: int, max_seq_len: int) -> None:
     if not 0 <= num_mtp <= 3:
-        raise ValueError(f"num_mtp = {num_mtp}, legal are 0 (no drafting) to 3")
+        raise InputError(f"num_mtp = {num_mtp}, legal are 0 (no drafting) to 3")
     if num_mtp and not config.num_nextn_predict_layers:
         raise ConfigError("num_nextn_predict_layers = 0: this checkpoint has no MTP layer to draft with")
     if max_seq_len < 2:
-        raise ValueError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
+        raise InputError(f"max_seq_len = {max_seq_len}, a prompt and one generated token need at least 2")
     if max_seq_len > config.max_position_embeddings:
-        raise ValueError(f"max_seq_len {max_seq_len} exceeds max_position_embeddings {config.max_position_embeddings}")
+        raise InputError(f"max_seq_len {max_seq_len} exceeds max_position_embeddings {config.max_position_embeddings}")

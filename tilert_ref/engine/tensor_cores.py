@@ -1,7 +1,7 @@
 """Where the Triton kernels of a Hopper GPU are used, and the only place that imports them.
 
 An engine that follows vLLM on Hopper (numerics.HOPPER) runs them there; on any other device the same arithmetic is
-emulated in torch (vllm_hopper.py). Nothing else asks what kind of device it has.
+emulated in torch (vllm_hopper.py).
 """
 
 import functools

@@ -43,6 +43,7 @@ from tilert_ref.golden.replay import (
     replay_followed,
     rows_of,
 )
+from tilert_ref.model_files import InputError
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -307,7 +308,7 @@ def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
     """
     if (digest := checkpoint_digest(model_dir)) != golden.checkpoint:
         which = f"{golden.model} with {golden.weights} weights"
-        raise ValueError(f"{model_dir}: checkpoint {digest}, recorded was {golden.checkpoint} ({which})")
+        raise InputError(f"{model_dir}: checkpoint {digest}, recorded was {golden.checkpoint} ({which})")
     room = max(map(len, golden.prompts)) + len(golden.answers[0]["ids"]) + 1
     rule = {} if golden.scale_rule is None else {"kv_scale_rule": golden.scale_rule}
     kernels = HOPPER if golden.facts["cuda"] else vllm_kernels("cpu")
@@ -358,7 +359,7 @@ def _verify_file(file: str, options: argparse.Namespace) -> Report:
     golden = load_whole(file) if file.endswith(WHOLE) else read_golden(file)
     numbers = options.prompts or range(len(golden.prompts))
     if wrong := [number for number in numbers if not 0 <= number < len(golden.prompts)]:
-        raise ValueError(f"{file}: no prompts {wrong}, legal: 0 to {len(golden.prompts) - 1}")
+        raise InputError(f"{file}: no prompts {wrong}, legal: 0 to {len(golden.prompts) - 1}")
     engine = engine_for(golden, options.model_dir, options.device)
     report = verify(engine, golden, numbers, _say, options.follow, options.tokens)
     how = ", ".join(f"{name} {value}" for name, value in engine.facts.items())

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from tilert_ref.model_files import present
+from tilert_ref.model_files import InputError, present
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 6  # ids of context for decoders that look at neighbours; vLLM's slow path uses 5
@@ -79,11 +79,11 @@ def load_detokenizer(model_path: str) -> Detokenizer:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Raises ValueError, naming the file, if there is none or it can't be read."""
     if not present(path):
-        raise ValueError(f"{path} doesn't exist: text is made with the `tokenizers` library, which reads this file")
+        raise InputError(f"{path} doesn't exist: text is made with the `tokenizers` library, which reads this file")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises plain Exception for any bad file
-        raise ValueError(f"can't read {path}: {e}; legal: a file of the `tokenizers` library") from e
+        raise InputError(f"can't read {path}: {e}; legal: a file of the `tokenizers` library") from e
 
 
 class ByteLevelStream:

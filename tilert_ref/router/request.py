@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilert_ref.model_files import present, read_json, shown
+from tilert_ref.model_files import InputError, present, read_json, shown
 from tilert_ref.router.errors import RouterError, bad_field
 from tilert_ref.router.fields import BadValue, EndpointName, refuse_parsing, request_id, show, validate
 
@@ -47,7 +47,7 @@ def sampling_defaults(model_path: str, generation_config: str, flags: Mapping[st
     known = {k: v for k, v in values.items() if k in vars(Sampling()) and v is not None}
     for name, value in known.items():
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise ValueError(f"default {name} has to be a number, got {shown(value)}")
+            raise InputError(f"default {name} has to be a number, got {shown(value)}")
     sampling = replace(Sampling(), **known)
     _check_defaults(sampling)
     return sampling
@@ -61,15 +61,15 @@ def _read_generation_config(model_path: str) -> dict[str, Any]:
 def _check_defaults(sampling: Sampling) -> None:
     for name, neutral in (("min_p", 0.0), ("repetition_penalty", 1.0)):
         if getattr(sampling, name) != neutral:
-            raise ValueError(
+            raise InputError(
                 f"default {name} is {getattr(sampling, name)}, but the decode nodes only know {neutral}: remove it "
                 "from generation_config.json (or the flag), or start with --generation-config vllm"
             )
     for name in ("temperature", "top_p"):
         if getattr(sampling, name) < 0:
-            raise ValueError(f"default {name} has to be >= 0, got {getattr(sampling, name)}")
+            raise InputError(f"default {name} has to be >= 0, got {getattr(sampling, name)}")
     if sampling.top_k != int(sampling.top_k):
-        raise ValueError(f"default top_k has to be an integer, got {sampling.top_k}")
+        raise InputError(f"default top_k has to be an integer, got {sampling.top_k}")
 
 
 @dataclass(frozen=True)

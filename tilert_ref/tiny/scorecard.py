@@ -17,6 +17,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from tilert_ref.model_files import InputError
 from tilert_ref.router.parser import Call, Content, Event, Rejected
 from tilert_ref.tiny import NAMES, golden, model_dir, skills
 from tilert_ref.tiny.golden import Golden
@@ -415,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = QUICK if args.quick else FULL
     try:
         if args.json and not args.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
+            raise InputError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
         directory = model_dir(args.model) if args.model in NAMES else Path(args.model)
         say(f"scoring {directory}")
         card = score(Subject.load(directory, args.device, say), plan, say)

@@ -12,6 +12,7 @@ from tilert_ref.engine.config import load_config
 from tilert_ref.engine.decode import DraftStats, decode_mtp, decode_plain, prefill, prefill_mtp, until_stop
 from tilert_ref.engine.model import logits
 from tilert_ref.engine.ref import RefEngine, load_engine
+from tilert_ref.model_files import InputError
 from tilert_ref.router.detokenize import Detokenizer, read_tokenizer
 from tilert_ref.router.parsing import Parsing, choose_parsing
 from tilert_ref.tiny.chat import DEEPSEEK, GLM
@@ -83,9 +84,9 @@ class Subject:
         tokenizer = read_tokenizer(path)
         parsing = choose_parsing("auto", Detokenizer(tokenizer))
         if parsing is None:
-            raise ValueError(f"{path} has the tokens of none of these answer formats: {', '.join(DIALECTS)}")
+            raise InputError(f"{path} has the tokens of none of these answer formats: {', '.join(DIALECTS)}")
         if (room := load_config(directory).max_position_embeddings) < CONTEXT:
-            raise ValueError(f"max_position_embeddings = {room}, the scorecard's prompts need {CONTEXT}")
+            raise InputError(f"max_position_embeddings = {room}, the scorecard's prompts need {CONTEXT}")
         engine = load_engine(directory, device=device, max_seq_len=CONTEXT, num_mtp=DRAFTS, progress=say)
         return cls(engine, Speaker(DIALECTS[parsing.grammar.name], tokenizer), parsing)
 

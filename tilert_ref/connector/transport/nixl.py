@@ -427,11 +427,11 @@ class NixlTransport:
         except Exception as error:
             if type(error).__name__ != "nixlNotFoundError":
                 raise
-            device = "cuda" if kind == "VRAM" else "cpu"
+            first, last = min(targets)[0], max(address + nbytes for address, nbytes, _ in targets)
             raise TransferError(
-                f"the receiver has no {kind} where its hello says that the buffer is; planes are staged in {kind}, and "
-                f"legal is a buffer of that kind (decode server: --pd-buffer-device {device}; staging elsewhere: "
-                f"tilert_pd_buffer_device)"
+                f"NIXL: {error}: the receiver has registered no {kind} of device {targets[0][2]} that holds "
+                f"{first:#x} to {last:#x}. If its buffer is of the other kind of memory than the {kind} that planes "
+                f"are staged in: decode's --pd-buffer-device and tilert_pd_buffer_device have to say the same"
             ) from error
 
     def _tidy(self) -> None:
