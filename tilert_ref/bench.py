@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -35,8 +35,8 @@ from tilert_ref.stack import end_on_signals
 
 SHORT = 8  # tokens of the short answer that is subtracted
 ANSWER = "measured: "  # begins the line in which vLLM's half says it: its processes may print behind that
-QUIET = ("KEY", "TOKEN", "HOST", "PORT", "PATH", "ROOT", "DIR", "LOGGING", "USAGE")
-"""Settings of vLLM's with such a word in their names don't change its speed, and some are secret."""
+QUIET = ("_KEY", "_TOKEN", "_HOST", "_IP", "_PORT", "_PATH", "_ROOT", "_DIR", "_LOGGING_LEVEL", "_USAGE_STATS")
+"""Settings of vLLM's whose names end so don't change its speed, and some are secret."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
 
 def vllm_settings(names: Iterable[str], env: Mapping[str, str]) -> list[str]:
     """NAME=value of those that change something in vLLM: a ratio is against the vLLM that ran."""
-    named = [name for name in sorted(names) if name.startswith("VLLM_") and not any(word in name for word in QUIET)]
+    named = [name for name in sorted(names) if name.startswith("VLLM_") and not name.endswith(QUIET)]
     return [f"{name}={env[name]}" for name in named]
 
 
@@ -244,23 +244,30 @@ def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[f
 
     vLLM decodes in a process of its own, which must not outlive this half: both are of one session."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
-        half = subprocess.Popen(command, env=env, stdout=out, stderr=log, start_new_session=True)
-        try:
-            with end_on_signals():
+        with end_on_signals(), _session(command, env=env, stdout=out, stderr=log) as half:
+            try:
                 status = half.wait(seconds)
-            failure = f"failed with status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(half.pid, signal.SIGKILL)
-            half.wait()
+                failure = f"failed with status {status}" if status else ""
+            except subprocess.TimeoutExpired:
+                failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
         texts = [file.seek(0) or file.read() for file in (out, log)]
     answers = [line.removeprefix(ANSWER) for line in texts[0].splitlines() if line.startswith(ANSWER)]
     if failure := failure or ("" if answers else "ended without an answer"):
         ends = "\n".join(text[-2000:] for text in texts)
         raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{ends}")
     return json.loads(answers[-1])
+
+
+@contextlib.contextmanager
+def _session(command: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """A program and all that it starts, which end with the block."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import select
 import sys
 from dataclasses import dataclass
 
@@ -62,13 +63,24 @@ def main(argv: list[str] | None = None) -> int:
         print(f"tilert-ref: unknown command {name!r}; legal: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(COMMANDS[name].module).main(rest) or 0
-    except BrokenPipeError:  # whoever read this has left
+        status = importlib.import_module(COMMANDS[name].module).main(rest) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _nobody_reads():  # another pipe's, of a program that a command started
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (InputError, *NO_FILE) as error:
         print(f"tilert-ref {name}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has left."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 if __name__ == "__main__":

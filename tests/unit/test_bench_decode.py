@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -182,6 +184,21 @@ def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
     pytest.fail("the engine process goes on")
 
 
+def test_a_signal_ends_the_peer_too(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    peer = [sys.executable, "-c", f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"]
+    code = f"from tilert_ref import bench; import os; bench._run_peer({peer!r}, dict(os.environ), 600)"
+    half = subprocess.Popen([sys.executable, "-c", code])
+    while not (note.exists() and note.read_text()):
+        assert half.poll() is None
+        time.sleep(0.05)
+    half.terminate()
+    assert half.wait(60) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{note.read_text()}").exists()
+
+
 def test_settings_of_vllm_are_named() -> None:
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_CACHE_ROOT": "x", "VLLM_API_KEY": "secret", "HOME": "y"}
-    assert bench.vllm_settings(env, env) == ["VLLM_USE_FLASHINFER_SAMPLER=0"]
+    env |= {"VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD": "1"}
+    named = ["VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD=1", "VLLM_USE_FLASHINFER_SAMPLER=0"]
+    assert bench.vllm_settings(env, env) == named

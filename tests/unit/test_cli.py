@@ -1,6 +1,7 @@
 """`tilert-ref`: every listed command exists, and help and mistakes are answered."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -48,17 +49,21 @@ def test_bad_input_is_one_line(
     assert line.startswith("tilert-ref verify: error: ") and said in line
 
 
-@pytest.mark.parametrize("error", [ValueError("zip() argument 2 is longer"), TimeoutError()], ids=str)
+@pytest.mark.parametrize(
+    "error", [ValueError("zip() argument 2 is longer"), TimeoutError(), BrokenPipeError(32, "a child's")], ids=str
+)
 def test_a_defect_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(error, monkeypatch)
     with pytest.raises(type(error)):
         main(["verify"])
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize("size", [1, 10**6], ids=["buffered", "at once"])
+def test_a_reader_that_leaves_is_no_error(size: int) -> None:
     code = "import sys, tilert_ref.golden.verify as verify; from tilert_ref.cli import main; "
-    code += "verify.main = lambda argv: print('x' * 10**6); sys.exit(main(['verify']))"
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    code += f"verify.main = lambda argv: print('x' * {size}); sys.exit(main(['verify']))"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     run.stdout.close()
     assert run.stderr.read() == b""
     assert run.wait(60) == 1

@@ -51,6 +51,10 @@ def test_every_family_member_parses(arch: str) -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000}}, "rope_parameters .* contradicts"),
         ({"rope_parameters": {"rope_theta": 50000}, "rope_scaling": None}, "rope_parameters .* contradicts"),
         ({"rope_scaling": {"rope_theta": 7.0}}, "rope_scaling: rope_theta = 7.0, legal: .* as beside it"),
+        (
+            {"rope_parameters": {"rope_theta": 50000}, "rope_theta": None, "rope_scaling": {"rope_theta": 7.0}},
+            "rope_scaling: rope_theta = 7.0, legal: 50000.0 as beside it",
+        ),
         # Types are checked, not coerced: bool("false") is true.
         ({"norm_topk_prob": "false"}, "norm_topk_prob = 'false'"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),

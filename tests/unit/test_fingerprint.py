@@ -77,7 +77,7 @@ FLAT = spelled(rope_parameters=..., rope_theta=10000, rope_scaling=None, dtype=.
 def test_another_spelling_of_the_same_model_counts_for_nothing(change: dict[str, object]) -> None:
     other = {key: value for key, value in (FLAT | change).items() if value is not ...}
     assert json.dumps(other) != json.dumps(FLAT)
-    assert what_counts(dict(reversed(other.items()))) == what_counts(FLAT)
+    assert json.dumps(what_counts(other), sort_keys=True) == json.dumps(what_counts(FLAT), sort_keys=True)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_another_spelling_of_the_same_model_counts_for_nothing(change: dict[str,
         {"rope_scaling": {"rope_theta": 1e6}},
         {"indexer_types": ["full"]},
         {"scoring_func": ...},
+        {"dtype": "float16"},
     ],
     ids=str,
 )

@@ -174,7 +174,7 @@ def test_a_nixl_buffer_in_the_other_kind_of_memory_is_named(
     source, make = Source(sender), sender._new_list
     looked_for = {"NIXL_INIT_AGENT": "DRAM"}
     monkeypatch.setattr(sender, "_new_list", lambda who, at, _: make(who, at, looked_for.get(who, "VRAM")))
-    with pytest.raises(TransferError, match="no DRAM of device 0 that holds 0x.* --pd-buffer-device"):
+    with pytest.raises(TransferError, match="no DRAM of device 0 with all of 0x.* --pd-buffer-device"):
         sender.write(peer.meta, [copy(source, peer, 0, 0, 9)], TAG, soon())
     monkeypatch.undo()
     sender.write(peer.meta, [copy(source, peer, 0, 0, 9)], TAG, soon())

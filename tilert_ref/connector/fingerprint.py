@@ -11,10 +11,10 @@ sha256, "v2:" and 64 hex digits, over
 
 The weights files are those that model.safetensors.index.json names, else every *.safetensors.
 
-Version history: v1 (0.1.0) left out `_name_or_path` and `transformers_version` only, so that another `eos_token_id` or
-a `dtype` for a `torch_dtype` was another checkpoint. Ends of different versions refuse each other, as those with
-different weights do: a digest says nothing about what another rule would have made of the files. A change of what
-counts needs a new version here.
+Version history: v1, of the first months of 0.1.0, left out `_name_or_path` and `transformers_version` only, so that
+another `eos_token_id` or a `dtype` for a `torch_dtype` was another checkpoint. Ends of different versions refuse each
+other, as those with different weights do: a digest says nothing about what another rule would have made of the files.
+A change of what counts needs a new version here.
 """
 
 import hashlib
@@ -56,11 +56,12 @@ def what_counts(config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says that KV may depend on: everything but NO_KV, as it stands there.
 
     Not what our engine makes of it: vLLM and we may read one file differently, and a digest must not call two files one
-    that some reader tells apart. Only spelling is evened out: null is absent, 1.0 is 1, and `torch_dtype` is `dtype`.
+    that some reader tells apart. Only spelling is evened out: null is absent, 1.0 is 1, and `torch_dtype` alone is
+    `dtype`. So a config.json that another release of transformers has saved may be refused.
     """
     counts = {key: value for key, value in _even(config).items() if key not in NO_KV}
-    if "torch_dtype" in counts:
-        counts.setdefault("dtype", counts.pop("torch_dtype"))
+    if "torch_dtype" in counts and "dtype" not in counts:
+        counts["dtype"] = counts.pop("torch_dtype")
     return counts
 
 

@@ -224,7 +224,8 @@ def resolve(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     if args.transport not in TRANSPORTS:
         raise ValueError(f"--transport {args.transport}: legal: {', '.join(TRANSPORTS)}")
     engine_device = "cpu" if args.engine == "stub" else resolve_device(args.device)
-    check_device(engine_device)
+    if args.engine in OWN_ENGINES:
+        check_device(engine_device)
     buffer_device = resolve_buffer_device(args.pd_buffer_device, args.transport, engine_device)
     config = load_config(args.model_weights_dir) if args.model_weights_dir else None
     layout = LayoutSpec(

@@ -384,13 +384,13 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     A file that says it both ways must say the same: loaders differ in which one they believe.
     """
     nested, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
-    if not nested:
-        theta = keys.number("rope_theta", above=1)
-        if (inner := scaling.get("rope_theta")) not in (None, theta):  # vLLM would rotate by that one
-            raise ConfigError(f"{keys.where}: rope_scaling: rope_theta = {shown(inner)}, legal: {theta} as beside it")
-        return {"rope_theta": theta, "rope_scaling": _yarn(scaling, keys.where)}
     flat = _REQUIRED if keys.get("rope_theta", None) is None else keys.number("rope_theta", above=1)
-    theta = _Keys(nested, f"{keys.where}: rope_parameters").number("rope_theta", flat, above=1)
+    within = _Keys(nested, f"{keys.where}: rope_parameters") if nested else keys
+    theta = within.number("rope_theta", flat, above=1)
+    if (inner := scaling.get("rope_theta")) not in (None, theta):  # vLLM would rotate by that one
+        raise ConfigError(f"{keys.where}: rope_scaling: rope_theta = {shown(inner)}, legal: {theta} as beside it")
+    if not nested:
+        return {"rope_theta": theta, "rope_scaling": _yarn(scaling, keys.where)}
     yarn = _yarn(nested, keys.where)
     if flat not in (_REQUIRED, theta) or (scaling and _yarn(scaling, keys.where) != yarn):
         raise ConfigError(

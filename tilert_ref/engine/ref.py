@@ -1,5 +1,6 @@
 """RefEngine: the reference DecodeEngine, one sequence at a time, over the functions of decode.py."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -334,11 +335,10 @@ def _scale_rule(config: ModelConfig, kv_cache_dtype: str, kv_scale_rule: ScaleRu
 
 def check_device(name: str) -> None:
     """Raises InputError for what is no device that this engine runs on, and for one that isn't there."""
-    kind, _, number = name.partition(":")
-    gpus = torch.cuda.device_count()
-    if kind not in ("cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal() and number.isascii())):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
         raise InputError(f"device {shown(name)}, legal: cpu, cuda, cuda:N")
-    if kind == "cuda" and int(number or 0) >= gpus:
+    gpus = torch.cuda.device_count()
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= gpus:
         raise InputError(f"device {name!r}: this torch sees {gpus} CUDA device(s); legal: cpu, or one that it sees")
 
 

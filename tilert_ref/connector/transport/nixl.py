@@ -429,7 +429,7 @@ class NixlTransport:
                 raise
             first, last = min(targets)[0], max(address + nbytes for address, nbytes, _ in targets)
             raise TransferError(
-                f"NIXL: {error}: the receiver has registered no {kind} of device {targets[0][2]} that holds "
+                f"NIXL: {error}: the receiver has registered no {kind} of device {targets[0][2]} with all of "
                 f"{first:#x} to {last:#x}. If its buffer is of the other kind of memory than the {kind} that planes "
                 f"are staged in: decode's --pd-buffer-device and tilert_pd_buffer_device have to say the same"
             ) from error
