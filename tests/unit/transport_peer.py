@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +64,18 @@ class Peer:
         return self._answer()
 
     def stop(self) -> None:
+        """Returns when all threads stand still: on a busy machine some go on until one of them has met the signal."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + DEADLINE_S
+        while not self._stands_still():
+            assert time.monotonic() < deadline, "the receiver process does not stop"
+            time.sleep(0.001)
+
+    def _stands_still(self) -> bool:
+        try:
+            return all(") T " in stat.read_text() for stat in Path(f"/proc/{self._process.pid}/task").glob("*/stat"))
+        except FileNotFoundError:  # a thread that has just ended
+            return False
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
