@@ -12,16 +12,13 @@ handoff: a prompt's KV over NIXL against memcpy, and what taking it out of vLLM 
 """
 
 import argparse
-import contextlib
 import gc
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +28,7 @@ import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
 from tilert_ref.model_files import read_config
-from tilert_ref.stack import end_on_signals
+from tilert_ref.stack import Command, Process, end_on_signals
 
 SHORT = 8  # tokens of the short answer that is subtracted
 ANSWER = "measured: "  # begins the line in which vLLM's half says it: its processes may print behind that
@@ -62,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "plugin":
             return bench_plugin.run(args)
         if args.peer_json:  # the vLLM half, started by the other half in its own process
-            print("\n" + ANSWER + json.dumps(_measure_vllm(args)), flush=True)
+            # One write: other processes have the same log.
+            print(f"\n{ANSWER}{json.dumps(_measure_vllm(args))}\n", end="", flush=True)
             return 0
         return _bench(args)
 
@@ -222,10 +220,9 @@ def _vllm_in_own_process(args: argparse.Namespace) -> list[Measured]:
     command += ["--context", *map(str, args.context)]
     command += ["--vllm-eager"] if args.vllm_eager else []
     ours = bench_plugin.VLLM_ENV if args.device == "cpu" else {}
-    env = os.environ | ours
-    if settings := vllm_settings(env.keys() - ours.keys(), env):
+    if settings := vllm_settings(os.environ.keys() - ours.keys(), os.environ):
         print("not vLLM's defaults, and it may be slower with them:", *settings, flush=True)
-    speeds = _run_peer(command, env, args.timeout)
+    speeds = _run_peer(command, ours, args.timeout)
     measured = list[Measured]()
     for context, speed in zip(args.context, speeds, strict=True):
         facts = {"who": "vLLM", "context": context, "num_mtp": 0, "step_us": 1e6 / speed, "settings": settings}
@@ -240,34 +237,23 @@ def vllm_settings(names: Iterable[str], env: Mapping[str, str]) -> list[str]:
 
 
 def _run_peer(command: list[str], env: dict[str, str], seconds: float) -> list[float]:
-    """What vLLM's half measured. Raises RuntimeError with the end of its log if it failed or took longer.
-
-    vLLM decodes in a process of its own, which must not outlive this half: both are of one session."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
-        with end_on_signals(), _session(command, env=env, stdout=out, stderr=log) as half:
-            try:
-                status = half.wait(seconds)
-                failure = f"failed with status {status}" if status else ""
-            except subprocess.TimeoutExpired:
-                failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
-        texts = [file.seek(0) or file.read() for file in (out, log)]
-    answers = [line.removeprefix(ANSWER) for line in texts[0].splitlines() if line.startswith(ANSWER)]
-    if failure := failure or ("" if answers else "ended without an answer"):
-        ends = "\n".join(text[-2000:] for text in texts)
-        raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{ends}")
+    """What vLLM's half measured; env: added to this process's. Raises RuntimeError with the end of its log if it failed
+    or took longer. vLLM decodes in a process of its own, which ends with the half."""
+    with tempfile.TemporaryDirectory() as scratch, end_on_signals():
+        half = Process(Command("vLLM's half", command, "", env), Path(scratch) / "log").start()
+        try:
+            ended, status = half.ended_within(seconds), half.status()
+        finally:
+            half.stop()
+        text = half.log.read_text(errors="replace")
+    answers = [line.removeprefix(ANSWER) for line in text.splitlines() if line.startswith(ANSWER)]
+    if not ended:
+        failure = f"had not ended after {seconds:.0f} s (--timeout; in real widths it starts in minutes)"
+    else:
+        failure = f"failed with status {status}" if status else "" if answers else "ended without an answer"
+    if failure:
+        raise RuntimeError(f"vLLM's half {failure}; its log ends:\n{text[-4000:]}")
     return json.loads(answers[-1])
-
-
-@contextlib.contextmanager
-def _session(command: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """A program and all that it starts, which end with the block."""
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _prompt(length: int, vocab_size: int) -> list[int]:
