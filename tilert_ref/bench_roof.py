@@ -12,6 +12,8 @@ from tilert_ref.engine.ref import RefEngine
 from tilert_ref.engine.weights import MoeWeights, MtpWeights, Weights
 
 COPIED_BYTES = 1 << 30  # past every cache
+NEVER_READ = frozenset({"kv_b"})  # by decode: W_UK and W_UV are made of it
+RANKING = frozenset({"wq_b", "weights_proj"})  # index queries and the weights of their heads
 
 
 def copy_bandwidth(device: str) -> float:
@@ -40,30 +42,34 @@ def seconds_each(run: Callable[[], Any], times: int, device: str) -> float:
 
 
 def step_bytes(engine: RefEngine, context: int) -> int:
-    """Bytes that a step without drafts reads at least: every weight once, of the routed experts a token's own, the rows
-    that attention looks at and the index keys before the token."""
+    """Bytes that a step without drafts reads at least: every weight once, of the routed experts a token's own, and the
+    rows that attention looks at. Where it chooses those, the index keys before the token too; where it takes them all,
+    neither keys nor the weights of index queries."""
     config, cache = engine.model.config, engine.cache
     chosen = min(context, config.index_topk or context)
     rows = config.num_hidden_layers * chosen * cache.rows.shape[-1] * cache.rows.element_size()
-    keys = 0 if cache.index is None else sum(layer < config.num_hidden_layers for layer in cache.index_layers) * 132
-    return weight_bytes(engine.model.weights, config.num_experts_per_tok or 0) + rows + keys * context
+    ranks = config.index_topk is not None and context >= config.index_topk
+    unread = NEVER_READ if ranks else NEVER_READ | RANKING
+    keys = sum(layer < config.num_hidden_layers for layer in cache.index_layers) * 132 * context
+    weights = weight_bytes(engine.model.weights, config.num_experts_per_tok or 0, unread)
+    return weights + rows + (keys if ranks else 0)
 
 
-def weight_bytes(w: Any, experts_per_token: int) -> int:
-    """Of all matrices that one token meets; the embedding is a row. The MTP layer and W_UK, W_UV's common origin kv_b
-    are not met."""
+def weight_bytes(w: Any, experts_per_token: int, unread: frozenset[str]) -> int:
+    """Of all matrices that one token meets, but for those named in `unread`; the embedding is a row. The MTP layer is
+    not met."""
     if isinstance(w, torch.Tensor):
         return w.nbytes
     if isinstance(w, list | tuple):
-        return sum(weight_bytes(part, experts_per_token) for part in w)
+        return sum(weight_bytes(part, experts_per_token, unread) for part in w)
     if not is_dataclass(w) or isinstance(w, MtpWeights):
         return 0
-    skipped = {"kv_b"} | ({"embed"} if isinstance(w, Weights) else set())
+    skipped = unread | ({"embed"} if isinstance(w, Weights) else set())
     total = 0
     for field in fields(w):
         if field.name in skipped:
             continue
-        part = weight_bytes(getattr(w, field.name), experts_per_token)
+        part = weight_bytes(getattr(w, field.name), experts_per_token, unread)
         if isinstance(w, MoeWeights) and field.name in ("gate_up", "down"):
             part = part * experts_per_token // num_experts(w)
         total += part

@@ -1,4 +1,4 @@
-"""Requests on a Hopper GPU: sampled ones are the eager loop's token by token, and one prompt has one answer.
+"""Requests on a Hopper GPU: greedy and sampled ones are the eager loop's token by token, one prompt has one answer.
 
 TILERT_REF_REPEATS says how often that prompt is asked (default 1000).
 """
@@ -23,6 +23,7 @@ pytestmark = [
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPEATS = int(os.environ.get("TILERT_REF_REPEATS", "1000"))
 SAMPLINGS = [
+    (GREEDY, None),
     (GREEDY, 3),
     (SamplingParams(temperature=0.7, top_p=0.95, ignore_eos=True, seed=1), None),
     (SamplingParams(temperature=1.0, top_k=40, ignore_eos=True, seed=2), 0),
@@ -46,14 +47,15 @@ def timed(
     return events, 1e6 * (time.perf_counter() - start) / (len(events) - 2)
 
 
+@pytest.mark.parametrize("length", [200, 300])
 @pytest.mark.parametrize("num_mtp", [0, 3])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("model", ["tiny-glm5", "tiny-dsv32"])
-def test_sampled_steps_are_the_eager_ones_seed_by_seed(model: str, kv: str, num_mtp: int) -> None:
-    """Beyond index_topk. Rows and index keys that the steps wrote are equal too."""
+def test_captured_steps_are_the_eager_ones_seed_by_seed(model: str, kv: str, num_mtp: int, length: int) -> None:
+    """Beyond index_topk, 256, and from below it on. Rows and index keys that the steps wrote are equal too."""
     captured, eager = engine(model, num_mtp, kv), engine(model, num_mtp, kv, capture=False)
     assert captured.sampled is not None and eager.sampled is None
-    prompt = [(7 * i + 3) % 480 for i in range(300)]
+    prompt = [(7 * i + 3) % 480 for i in range(length)]
     first = captured.prefill(prompt, GREEDY)
     assert eager.prefill(prompt, GREEDY) == first
     for sampling, top in SAMPLINGS:
@@ -62,9 +64,10 @@ def test_sampled_steps_are_the_eager_ones_seed_by_seed(model: str, kv: str, num_
         theirs, eager_step = timed(eager, first, sampling, top)
         assert ours == theirs
         print(
-            f"{model} {kv} {num_mtp} drafts, {sampling}, logprobs {top}: {step:.0f} us a step, eager {eager_step:.0f}"
+            f"{model} {kv} {num_mtp} drafts, {length} tokens, {sampling}, logprobs {top}: "
+            f"{step:.0f} us a step, eager {eager_step:.0f}"
         )
-        end = len(prompt) + 127 - num_mtp
+        end = len(prompt) + 126 - num_mtp  # where the last step may have begun
         for layer in range(len(captured.cache.rows)):
             assert captured.cache.read_rows(layer, end).equal(eager.cache.read_rows(layer, end))
             assert captured.cache.index_bytes(layer, end).equal(eager.cache.index_bytes(layer, end))

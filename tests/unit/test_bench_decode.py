@@ -18,6 +18,7 @@ from tilert_ref import bench, bench_roof
 from tilert_ref.bench_phases import HEAD, MTP, PHASES, REST, _split, split_step
 from tilert_ref.engine.make_tiny import make_slice
 from tilert_ref.engine.ref import load_engine
+from tilert_ref.model_files import read_config
 
 SPEC = importlib.util.spec_from_file_location("plot_bench", Path(__file__).parents[2] / "scripts" / "plot_bench.py")
 plot_bench = importlib.util.module_from_spec(SPEC)
@@ -34,9 +35,13 @@ def small_slice(out: Path, name: str) -> Path:
     return out
 
 
+@pytest.mark.parametrize("context", [7, 8])
 @pytest.mark.parametrize("name", ["glm5", "dsv32"])
-def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, tmp_path: Path) -> None:
-    engine = load_engine(small_slice(tmp_path, name), max_seq_len=64, kv_cache_dtype="fp8", load_format="dummy")
+def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, context: int, tmp_path: Path) -> None:
+    """A token that sees no more than index_topk, 8, others and itself ranks nothing."""
+    directory = small_slice(tmp_path, name)
+    (directory / "config.json").write_text(json.dumps(read_config(directory) | {"index_topk": 8}))
+    engine = load_engine(directory, max_seq_len=64, kv_cache_dtype="fp8", load_format="dummy")
     c, layers = engine.model.config, 4
     moe = sum(c.is_moe(layer) for layer in range(layers))
     heads = c.num_attention_heads
@@ -45,8 +50,11 @@ def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, tmp_path:
     dense, expert = 3 * 256 * 256, 3 * 128 * 256
     matrices = layers * (fp8 + 2 * bf16) + (layers - moe) * dense
     matrices += moe * ((c.num_experts_per_tok + 1) * expert + 2 * 16 * 256) + 2 * 500 * 256
-    rows = layers * 10 * (656 + 132)
-    assert bench_roof.step_bytes(engine, 10) == pytest.approx(matrices + rows, rel=0.01)  # norms, scales and biases
+    cached = layers * context * (656 + 132)
+    if context < 8:
+        cached -= layers * context * 132
+        matrices -= layers * (4 * 128 * 128 + 2 * 4 * 256)
+    assert bench_roof.step_bytes(engine, context) == pytest.approx(matrices + cached, rel=0.01)  # norms, scales, biases
 
 
 def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

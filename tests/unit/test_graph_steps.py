@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilert_ref.engine.api import Finished, SamplingParams
+from tilert_ref.engine.batch import Batch
 from tilert_ref.engine.graph import GreedySteps, SampledSteps
 from tilert_ref.engine.ref import RefEngine, load_engine
 from tilert_ref.tiny import model_dir
@@ -39,6 +40,53 @@ def test_steps_of_a_sparse_model_are_those_of_the_eager_loop(num_mtp: int, kv: s
     for layer in range(len(eager.cache.rows)):
         assert captured.cache.read_rows(layer, end).equal(eager.cache.read_rows(layer, end))
         assert captured.cache.index_bytes(layer, end).equal(eager.cache.index_bytes(layer, end))
+
+
+@pytest.mark.parametrize("num_mtp", [0, 1, 3])
+@pytest.mark.parametrize("length", [225, 238, 247, 252, 255, 256])
+def test_steps_that_rank_nothing_end_where_a_query_has_more_than_index_topk_tokens(length: int, num_mtp: int) -> None:
+    """Some of 24 steps are before that, some behind: all leave what the eager loop leaves."""
+    eager, captured = engines(model_dir("tiny-glm5"), num_mtp)
+    prompt = [(7 * i + 3) % 480 for i in range(length)]
+    theirs, ours = answer(eager, prompt, 25), answer(captured, prompt, 25)
+    assert ours == theirs
+    end = length + 23 - num_mtp  # where the last step may have begun: the eager loop makes no drafts after it
+    for layer in range(len(eager.cache.rows)):
+        assert captured.cache.read_rows(layer, end).equal(eager.cache.read_rows(layer, end))
+        assert captured.cache.index_bytes(layer, end).equal(eager.cache.index_bytes(layer, end))
+
+
+@pytest.mark.parametrize("num_mtp", [0, 1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_first_step_that_ranks(sampled: bool, num_mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No captured step before it asks how many tokens there are. Its last draft may see one more than index_topk, 256;
+    greedy steps are started 16 at a time, before it is known how many tokens they emit."""
+    _, captured = engines(model_dir("tiny-glm5"), num_mtp)
+    asked = list[int]()
+    lengths = Batch.lengths
+
+    def counted(batch: Batch) -> list[int]:
+        found = lengths(batch)
+        asked.append(found[-1])
+        return found
+
+    def emitted_until_it_ranks() -> int:
+        begun = captured.prefill([(7 * i + 3) % 480 for i in range(100)], GREEDY)
+        sampling = SamplingParams(temperature=1.0, seed=1, ignore_eos=True) if sampled else GREEDY
+        monkeypatch.setattr(Batch, "lengths", counted)
+        asked.clear()
+        tokens = 0
+        for event in captured.decode(begun, 400, sampling):
+            if asked or isinstance(event, Finished):
+                return tokens
+            tokens += len(event)
+        return tokens
+
+    tokens = emitted_until_it_ranks()
+    window, end = 1 + num_mtp, 256 - 2 * num_mtp
+    late = 16 * window if not sampled else window
+    assert end - 100 - late <= tokens <= end - 100 + window
+    assert asked, "no step ranked at all"
 
 
 @pytest.mark.parametrize("num_mtp", [0, 2])

@@ -44,7 +44,8 @@ class Batch:
     the peer's fused kernels do (numerics.py).
 
     first is None in a captured step: it runs at whatever `positions` holds then, so nothing may ask the host for it.
-    everything: what the queries of a dense model attend to in such a step.
+    everything: all that is cached, which the queries of such a step attend to where none has to choose: in a dense
+    model, and while no query has more than index_topk tokens before it.
 
     pieces: compiled forms of a layer's functions; None: plain torch.
     """

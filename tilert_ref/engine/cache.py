@@ -101,6 +101,7 @@ class KVCache:
     def block_table(self, table: torch.Tensor) -> None:
         within = torch.arange(self.block_size, device=table.device)
         self._block_table, self._slots = table, (table[:, None] * self.block_size + within).flatten()
+        self._slots_for_kernels = self._slots.int()
 
     @property
     def all_slots(self) -> torch.Tensor:
@@ -111,9 +112,12 @@ class KVCache:
         """Positions p [T] -> rows of the flattened pool: block_table[p // block_size] * block_size + p % block_size."""
         return self._slots.index_select(0, positions)
 
-    def everything(self, positions: torch.Tensor) -> Selected:
-        """For dense attention in a captured step: all slots in order, of which query t sees positions[t] + 1."""
-        return Selected(self._slots.int().expand(len(positions), -1).contiguous(), (positions + 1).int())
+    def everything(self, positions: torch.Tensor, most: int | None) -> Selected:
+        """For a captured step whose queries choose nothing: the slots in order, of which query t sees positions[t] + 1,
+        which are never more than `most` (None: all slots)."""
+        counts = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
+        slots = self._slots_for_kernels[:most].expand(len(positions), -1).contiguous()
+        return Selected(slots, torch.add(positions, 1, out=counts))
 
     def write(self, layer: int, positions: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Stores latent [T, L] and rope [T, R] of the given positions, quantised if the rows are fp8_ds_mla."""

@@ -26,13 +26,15 @@ from tilert_ref.engine.weights import MtpWeights, Weights
 @dataclass(frozen=True)
 class Model:
     """Everything that doesn't change between steps. rope: [positions, 2, rope / 2] (rope.rope_table). pieces: compiled
-    forms of the layers' functions, for the eager steps of a CPU."""
+    forms of the layers' functions, for the eager steps of a CPU. chooses: False in captured steps of a sparse model at
+    up to index_topk tokens, where there is nothing to choose (graph.up_to)."""
 
     config: ModelConfig
     weights: Weights
     rope: torch.Tensor
     kernels: Kernels
     pieces: Pieces | None = None
+    chooses: bool = True
 
     def batch(
         self, first: int, tokens: int, *, absorbed: bool = True, keep_rows: bool = False, chosen: Seen | None = None
@@ -53,7 +55,8 @@ class Model:
     ) -> Batch:
         """For `tokens` tokens from position start [1] + offset on, which only the device knows (graph.py)."""
         positions, rope = place(start, offset, tokens, self.rope)
-        everything = None if self.config.index_topk is not None else cache.everything(positions)
+        most = self.config.index_topk
+        everything = None if most is not None and self.chooses else cache.everything(positions, most)
         return Batch(None, positions, rope, True, self.kernels, keep_rows, chosen, everything)
 
     def ids(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Greedy decoding as one CUDA graph: embedding to next token, drafts and their verification, cache writes.
 
 A step is a plain function of what stands on the device, `greedy_step`; this file captures it from outside.
-Captured once, it runs at any position: the host starts steps and reads tokens later, and no step waits for it.
+Captured once, it runs at any position: the host starts steps and reads tokens later, and no step waits for it. A sparse
+model's is captured a second time for up to index_topk tokens, where every query sees all of them and nothing is ranked.
 
     steps = GreedySteps(model, cache, num_drafts)                             captures; seconds
     for ids in steps.run(seq_len, last_prompt_token, first_token): ...       lists of ids, one a step
@@ -14,7 +15,8 @@ tests/gpu holds them against each other.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -178,11 +180,35 @@ def cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""cuda_graph, or what stands for it in a test."""
+
+
+def up_to(model: Model, end: int) -> Model:
+    """The model for captured steps whose queries have at most `end` tokens before them, themselves included. The bits
+    are the same; where nothing is left out nothing is ranked. Another back end's attention has one number of rows."""
+    topk = model.config.index_topk
+    return replace(model, chooses=topk is None or end > topk or model.kernels.attention is not None)
+
+
+class ByLength:
+    """What `run` does with a model, captured for any length, and where there are two forms of the model (up_to) for
+    both."""
+
+    def __init__(self, model: Model, run: Callable[[Model], None], capture: Capture):
+        self._model = model
+        forms = {form.chooses: form for form in (up_to(model, 0), model)}
+        self._forms = {chooses: capture(partial(run, form)) for chooses, form in forms.items()}
+
+    def __call__(self, end: int) -> None:
+        """end: as in up_to; more than there are is right too."""
+        self._forms[up_to(self._model, end).chooses]()
+
+
 class GreedySteps:
     """Captured greedy steps over one model and cache, for one sequence at a time.
 
-    capture: cuda_graph, or what stands for it in a test. The cache is written at position 0 meanwhile: capture before a
-    prompt is injected.
+    The cache is written at position 0 while they are captured: capture before a prompt is injected.
     """
 
     def __init__(
@@ -191,17 +217,17 @@ class GreedySteps:
         cache: KVCache,
         num_drafts: int,
         progress: Callable[[str], None] = lambda line: None,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] = cuda_graph,
+        capture: Capture = cuda_graph,
     ):
         self.model, self.cache, self.num_drafts = model, cache, num_drafts
         device = model.rope.device
         self.state = DecodeState.empty(len(model.rope), num_drafts, device)
         self._last_prompt_token = torch.zeros(1, dtype=torch.int64, device=device)
         progress("decode step: kernels and capture")
-        self._step = capture(lambda: greedy_step(model, cache, self.state))
+        self._step = ByLength(model, lambda form: greedy_step(form, cache, self.state), capture)
         if num_drafts:
             progress("first drafts: kernels and capture")
-            self._prime = capture(lambda: prime(model, cache, self.state, self._last_prompt_token))
+            self._prime = ByLength(model, lambda form: prime(form, cache, self.state, self._last_prompt_token), capture)
         results = self.state.emitted, self.state.accepted
         self._host = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in results]
 
@@ -211,10 +237,11 @@ class GreedySteps:
         self.begin(seq_len, last_prompt_token, first_token)
         emitted, accepted = self._host
         done, begin = 0, 0
-        self._launch()
+        most = STEPS_AHEAD * (1 + self.num_drafts)  # ids of the steps that are under way
+        self._launch(seq_len)
         while True:
             ready = self._read(done, begin)
-            self._launch()  # so that the GPU has work while these are read
+            self._launch(seq_len + begin + most)  # so that the GPU has work while these are read
             if ready is not None:
                 ready.synchronize()
             for count in accepted[done : done + STEPS_AHEAD].tolist():
@@ -232,11 +259,17 @@ class GreedySteps:
         self.state.start(seq_len, first_token)
         if self.num_drafts:
             self._last_prompt_token.fill_(last_prompt_token)
-            self._prime()
+            self._prime(self.end(seq_len))
 
-    def _launch(self) -> None:
-        for _ in range(STEPS_AHEAD):
-            self._step()
+    def end(self, position: int) -> int:
+        """How many tokens the last query of a step has before it, itself included, whose last emitted token stands at
+        `position`: after the window come later drafts, which are made of the last one that holds."""
+        return position + 1 + 2 * self.num_drafts
+
+    def _launch(self, position: int) -> None:
+        """position: where the last emitted token stands at most."""
+        for number in range(STEPS_AHEAD):
+            self._step(self.end(position + number * (1 + self.num_drafts)))
 
     def _read(self, done: int, begin: int) -> torch.cuda.Event | None:
         """Starts to copy what the launched steps emitted; the event says when it is there, None at once."""
@@ -257,7 +290,7 @@ class SampledSteps:
     They share the greedy steps' model, cache, state and first drafts; capture is as there.
     """
 
-    def __init__(self, greedy: GreedySteps, capture: Callable[[Callable[[], None]], Callable[[], None]] = cuda_graph):
+    def __init__(self, greedy: GreedySteps, capture: Capture = cuda_graph):
         self.greedy, self.state = greedy, greedy.state
         model, cache, window = greedy.model, greedy.cache, len(greedy.state.tokens)
         device, c = model.rope.device, model.config
@@ -266,27 +299,32 @@ class SampledSteps:
         self._choice = torch.ones(window + 1, dtype=torch.int64, device=device)  # the ids, then how many count
         self._host = torch.ones_like(self._choice, device="cpu", pin_memory=self._choice.is_cuda)
 
-        def look() -> None:
-            self._hidden.copy_(window_hidden(model, cache, self.state))
-            self._logits.copy_(logits(model.weights, self._hidden))
+        def look(form: Model) -> None:
+            self._hidden.copy_(window_hidden(form, cache, self.state))
+            self._logits.copy_(logits(form.weights, self._hidden))
 
-        self._look = capture(look)
+        self._look = ByLength(model, look, capture)
         ids, count = self._choice.split([window, 1])
-        self._advance = capture(lambda: advance(model, cache, self.state, self._hidden, ids, count))
+        self._advance = ByLength(
+            model, lambda form: advance(form, cache, self.state, self._hidden, ids, count), capture
+        )
 
     @torch.inference_mode()
     def run(self, seq_len: int, last_prompt_token: int, first_token: int, sampler: Sampler) -> Iterator[list[Token]]:
         """Endless tokens after first_token at seq_len, chosen as in decode.decode_plain and decode_mtp."""
         self.greedy.begin(seq_len, last_prompt_token, first_token)
+        position = seq_len
         while True:
-            self._look()
+            end = self.greedy.end(position)
+            self._look(end)
             emitted = verify(sampler, self._logits, self.state.tokens[1:].tolist())
             yield emitted
             self._choose([token.id for token in emitted])
+            self._advance(end)
+            position += len(emitted)
 
     def _choose(self, ids: list[int]) -> None:
         """Ids behind those that were emitted don't matter, but are looked up in the embedding: the last ones stay."""
         self._host[: len(ids)] = torch.tensor(ids)
         self._host[-1] = len(ids)
         self._choice.copy_(self._host, non_blocking=True)
-        self._advance()

@@ -41,11 +41,14 @@ def lightning_index(
 ) -> Seen:
     """x [T, D], c_q [T, q_lora_rank] (the query latent after its norm) -> the positions that each query attends to.
 
-    Writes the tokens' index keys first. A query that has no more than index_topk tokens before it sees them all.
+    Writes the tokens' index keys first: in a captured step they are there after tensor_cores.join(x, 3). A query that
+    has no more than index_topk tokens before it sees them all.
     """
     with tensor_cores.beside(x, 3):
         if not batch.keep_rows:
             cache.write_index(layer, batch.positions, index_keys(w, config, batch, x))
+    if batch.everything is not None:
+        return batch.everything
     lengths = batch.lengths()
     if lengths is None:  # a captured step on a GPU
         q, weights = rounded_queries(w, config, cache, batch, x, c_q, batch.cos_sin)

@@ -125,12 +125,16 @@ def attention(
     if not batch.keep_rows:
         with tensor_cores.beside(p.x, 1):
             cache.write(layer, batch.positions, p.c_kv, p.k_rope)
-    if w.indexer is not None and batch.chosen is None:
+    if choosing := w.indexer is not None and batch.chosen is None:
         seen = lightning_index(w.indexer, config, cache, layer, batch, p.x, p.c_q)  # index_topk positions a query
     tensor_cores.join(p.x, 1, 2)
     if folds(config, batch):
-        return _absorbed(config, cache, layer, batch, p, seen), seen
-    return _plain(w, config, batch, p, cache.read(layer, batch.end)), seen
+        attended = _absorbed(config, cache, layer, batch, p, seen)
+    else:
+        attended = _plain(w, config, batch, p, cache.read(layer, batch.end))
+    if choosing:  # the index keys, which only a query that leaves tokens out waits for
+        tensor_cores.join(p.x, 3)
+    return attended, seen
 
 
 def folds(config: ModelConfig, batch: Batch) -> bool:
