@@ -17,7 +17,7 @@ from tilert_ref.connector.rounding import ScaleRule
 from tilert_ref.engine.make_fp8 import make_fp8
 from tilert_ref.golden.recording import Golden, digests, read_golden
 from tilert_ref.golden.replay import prompt_kv
-from tilert_ref.golden.verify import Report, engine_for, verify
+from tilert_ref.golden.verify import Difference, Report, engine_for, verify
 from tilert_ref.tiny import model_dir
 from tilert_ref.tiny.golden import EDGE_PROMPTS, GOLDEN_TOKENS
 
@@ -100,7 +100,14 @@ def test_tokens(golden: Golden, report: Report, capsys: pytest.CaptureFixture[st
         print(f"\n{golden.name}, vLLM {golden.facts['vllm']} on {golden.facts['device']}, here on {DEVICE}")
         print(*(f"  {line}" for line in report.lines()), sep="\n")
     assert sum(report.tokens.values()) == len(chosen(golden)) * TOKENS
-    assert report.tokens["diverged"] == 0
+    diverged = [d for d in report.differences if d.verdict == "diverged" and not (FULL and varies(golden, d))]
+    assert not diverged
+
+
+def varies(golden: Golden, d: Difference) -> bool:
+    """Whether vLLM's own bytes vary at the place of d: beyond index_topk a race orders what it attends to, and of all
+    answers some tokens hang on that. In the order that was recorded none may."""
+    return d.steps != "followed_tokens" and len(golden.prompts[d.prompt]) + d.position > INDEX_TOPK
 
 
 def test_planes_come_back_from_the_cache(report: Report) -> None:

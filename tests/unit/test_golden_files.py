@@ -4,6 +4,7 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,3 +165,26 @@ def test_a_report_counts_and_names_every_kind_of_step() -> None:
         "captured: prompt 4 position 1: tie, 8 for 6, gap 0.0000",
         "followed_tokens: prompt 2 position 2: diverged, 3 for 7, gap 0.5000",
     ]
+
+
+def test_a_prompt_that_differs_is_followed_whatever_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third prompt is, from the first on; the second differs. The last has no choices on record."""
+    answers = [{"ids": [5, 6], "choices": torch.zeros(0)} for _ in range(4)] + [{"ids": [5, 6]}]
+    golden = SimpleNamespace(name="some", prompts=[[1, 2]] * 5, answers=answers)
+    followed = list[int]()
+
+    def compare(report: verify.Report, engine: None, number: int, prompt: list[int], answer: dict) -> None:
+        if number in (1, 4):
+            report.differences.append(verify.Difference("tokens", number, 1, "diverged", 7, 6, 0.5))
+
+    def compare_tokens(report: verify.Report, steps: str, number: int, ours: list[int], answer: dict) -> None:
+        assert steps == "followed_tokens"
+        followed.append(number)
+
+    monkeypatch.setattr(verify, "compare", compare)
+    monkeypatch.setattr(verify, "compare_tokens", compare_tokens)
+    monkeypatch.setattr(verify, "compare_decoded", lambda *_, leading: 0)
+    monkeypatch.setattr(verify, "compare_choices", lambda *_: None)
+    monkeypatch.setattr(verify, "replay_followed", lambda *_: SimpleNamespace(ids=[5, 6]))
+    verify.verify(None, golden, range(5), follow=3)
+    assert followed == [0, 1, 3]

@@ -47,6 +47,7 @@ from tilert_ref.model_files import InputError
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
+FOLLOW = "in vLLM's order too: every Nth prompt, and those that differ (default: all)"
 STEPS = {
     "tokens": "tokens",
     "captured": "tokens of captured steps",
@@ -175,15 +176,16 @@ def verify(
     follow: int = 1,
     tokens: int | None = None,
 ) -> Report:
-    """Compares the prompts with these numbers, the whole answers or their first `tokens`; every `follow`th prompt in
-    vLLM's order too, where that was recorded."""
+    """Compares the prompts with these numbers, the whole answers or their first `tokens`; every `follow`th prompt, and
+    each one with a token that isn't vLLM's, in vLLM's order too, where that was recorded."""
     report, started = Report(), time.monotonic()
     for done, number in enumerate(numbers):
         prompt, answer = golden.prompts[number], golden.answers[number]
         if tokens is not None:
             answer = beginning(answer, len(prompt), tokens)
+        before = len(report.differences)
         compare(report, engine, number, prompt, answer)
-        if "choices" in answer and done % follow == 0:
+        if "choices" in answer and (done % follow == 0 or len(report.differences) > before):
             followed = replay_followed(engine, prompt, answer)
             compare_tokens(report, "followed_tokens", number, followed.ids, answer)
             past = compare_decoded(report.followed, followed, len(prompt), answer, leading=True)
@@ -332,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default=default, help="where the engine runs (default: %(default)s)")
     parser.add_argument("--prompts", type=_numbers, help="numbers of prompts, as 0,3,5 (default: all)")
     parser.add_argument("--tokens", type=int, help="only the first tokens of each answer")
-    parser.add_argument("--follow", type=int, default=1, help="repeat every Nth prompt in vLLM's order (default: all)")
+    parser.add_argument("--follow", type=int, default=1, help=FOLLOW)
     parser.add_argument("--json", type=Path, help="write the comparison of the last file here too")
     options = parser.parse_args(argv)
     if options.follow < 1 or (options.tokens is not None and options.tokens < 2):
