@@ -6,9 +6,7 @@ import select
 import sys
 from dataclasses import dataclass
 
-from tilert_ref.model_files import InputError
-
-NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+from tilert_ref.model_files import BAD_INPUT
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (InputError, *NO_FILE) as error:
+    except BAD_INPUT as error:
         print(f"tilert-ref {name}: error: {error}", file=sys.stderr)
         return 2
 

@@ -24,6 +24,7 @@ from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.engine.checkpoint import Checkpoint
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.make_tiny import make_tiny
+from tilert_ref.model_files import BAD_INPUT, InputError
 from tilert_ref.router.request import sampling_defaults
 from tilert_ref.stack import Process, Stack, StackError, answer_grammar, end_on_signals, free_port, vllm_server
 from tilert_ref.tiny import model_dir
@@ -127,7 +128,7 @@ def compare(ours: list[int], reference: Reference, again: Callable[[int], list[i
     for position, (theirs, top) in enumerate(zip(reference.ids, reference.top, strict=True)):
         if position - start >= len(ours):
             # No END of ours, and vLLM goes on: the stack lost tokens.
-            raise ValueError(
+            raise StackError(
                 f"the stack gave {len(ours)} tokens from position {start}, vLLM {len(reference.ids)} in all"
             )
         token = ours[position - start]
@@ -261,7 +262,7 @@ def checkpoint(args: argparse.Namespace, scratch: Path, report: Report) -> Path:
         with Checkpoint(model):  # what is wrong with its files is said here, not at the end of vLLM's log
             sampling_defaults(str(model), "auto", {})
         if config.index_topk is not None:
-            raise ValueError(
+            raise InputError(
                 f"{model} attends sparsely (index_topk); the demo's vLLM, a CPU's, serves dense models only"
             )
         return model
@@ -403,7 +404,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with end_on_signals():
             result = run(args, report)
-    except (StackError, ValueError, OSError, openai.OpenAIError, httpx.HTTPError) as error:
+    except (StackError, *BAD_INPUT, openai.OpenAIError, httpx.HTTPError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         if isinstance(error, StackError) and args.logs is None:
             print("the programs' logs are gone; --logs DIR keeps them", file=sys.stderr)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
-from tilert_ref.model_files import ConfigError, InputError, present, read_json, read_text, shown
+from tilert_ref.model_files import BAD_INPUT, ConfigError, InputError, present, read_json, read_text, shown
 from tilert_ref.router.detokenize import read_tokenizer
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress=lambda line: print(line, file=sys.stderr),
         )
         return _generate(engine, prompt, args)
-    except (ValueError, OSError) as error:
+    except BAD_INPUT as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

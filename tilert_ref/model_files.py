@@ -16,6 +16,11 @@ class InputError(ValueError):
     shows it without a traceback."""
 
 
+NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+BAD_INPUT = (InputError, *NO_FILE)
+"""What a tool says in one line, ending with status 2. Anything else is a defect, and keeps its traceback."""
+
+
 class ConfigError(InputError):
     """A file of a checkpoint that can't be used; the text names file and key, what was got and what is legal."""
 

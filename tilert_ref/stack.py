@@ -55,7 +55,7 @@ done
 
 
 class StackError(RuntimeError):
-    """A program did not come up or ended by itself. The text quotes the end of its log."""
+    """A program did not come up, ended by itself (the text quotes the end of its log) or lost tokens."""
 
 
 @dataclass(frozen=True)

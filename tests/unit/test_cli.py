@@ -4,11 +4,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tilert_ref.cli import COMMANDS, main
 from tilert_ref.model_files import ConfigError
+from tilert_ref.tiny import model_dir
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -56,6 +58,31 @@ def test_a_defect_keeps_its_traceback(error: Exception, monkeypatch: pytest.Monk
     ends_with(error, monkeypatch)
     with pytest.raises(type(error)):
         main(["verify"])
+
+
+@pytest.mark.parametrize(
+    ("command", "works"),
+    [
+        (["generate", "DIR", "--prompt-ids", "1,2"], "tilert_ref.generate.load_engine"),
+        (["scorecard", "DIR"], "tilert_ref.tiny.scorecard.score"),
+        (["verify", "FILE", "--model-dir", "DIR"], "tilert_ref.golden.verify.engine_for"),
+        (["make-fp8", "DIR", "OUT"], "tilert_ref.engine.make_fp8.make_fp8"),
+        (["demo", "--model", "DIR"], "tilert_ref.demo.run"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("error", [ValueError("zip() argument 2 is longer"), TimeoutError()], ids=["value", "time"])
+def test_no_command_takes_a_defect_for_bad_input(
+    error: Exception, command: list[str], works: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(works, fails)
+    golden = sorted((Path(__file__).parents[1] / "golden" / "h200").rglob("*.golden"))
+    names = {"DIR": str(model_dir("tiny-glm5-dense")), "FILE": str(golden[0])}
+    with pytest.raises(type(error)):
+        main([names.get(word, word) for word in command])
 
 
 @pytest.mark.parametrize("size", [1, 10**6], ids=["buffered", "at once"])

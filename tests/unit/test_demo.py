@@ -54,7 +54,7 @@ def test_difference_at_the_end_needs_no_anchor() -> None:
 
 
 def test_missing_tokens_are_an_error_not_a_verdict() -> None:
-    with pytest.raises(ValueError, match="the stack gave 1 tokens from position 0, vLLM 2"):
+    with pytest.raises(StackError, match="the stack gave 1 tokens from position 0, vLLM 2"):
         compare([1], Reference([1, 2], [TOP, TOP]), lambda n: [])
 
 

@@ -23,7 +23,7 @@ import logging
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tilert_ref.model_files import read_config, read_weight_map
+from tilert_ref.model_files import InputError, read_config, read_weight_map
 
 SAMPLES = 96
 SAMPLE_BYTES = 4096
@@ -89,7 +89,7 @@ def _weights(directory: Path) -> list[str]:
     if (files := read_weight_map(directory)) is not None:
         return sorted(set(files.values()))
     if not (names := sorted(path.name for path in directory.glob("*.safetensors"))):
-        raise ValueError(f"{directory} has no *.safetensors")
+        raise InputError(f"{directory} has no *.safetensors")
     return names
 
 
@@ -97,7 +97,7 @@ def _add_weights(digest: "hashlib._Hash", path: Path, file: BinaryIO) -> None:
     size = path.stat().st_size
     start = int.from_bytes(file.read(8), "little") + 8
     if not 8 <= start <= min(size, MAX_HEADER):
-        raise ValueError(f"{path} of {size} bytes is no safetensors file: its header would end at {start}")
+        raise InputError(f"{path} of {size} bytes is no safetensors file: its header would end at {start}")
     _add(digest, str(size).encode())
     _add(digest, file.read(start - 8))
     last = max(start, size - SAMPLE_BYTES)

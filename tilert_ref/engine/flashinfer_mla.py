@@ -36,6 +36,7 @@ from tilert_ref.engine import tensor_cores
 from tilert_ref.engine.cache import SCALE_READ
 from tilert_ref.engine.config import ModelConfig
 from tilert_ref.engine.numerics import DecodeAttention
+from tilert_ref.model_files import InputError
 
 ATTENTION = ("auto", "triton", "flashinfer")
 PACKAGE = "flashinfer-python"
@@ -51,25 +52,25 @@ def decode_attention(
 ) -> DecodeAttention | None:
     """The back end of that name; None: the engine's own kernels. room: rows that a query may attend to.
 
-    Raises ValueError if it can't run here, naming what is missing and what is legal.
+    Raises InputError if it can't run here, naming what is missing and what is legal.
     """
     if name not in ATTENTION:
-        raise ValueError(f"attention = {name!r}, legal: {', '.join(ATTENTION)}")
+        raise InputError(f"attention = {name!r}, legal: {', '.join(ATTENTION)}")
     if name == "auto":
         return None
     at = torch.device(device)
     major = _capability(at)
     if name == "triton" and major != tensor_cores.HOPPER_CAPABILITY:
-        raise ValueError(f"attention = 'triton' on {_named(at)}: our kernels are for capability 9; legal here: auto")
+        raise InputError(f"attention = 'triton' on {_named(at)}: our kernels are for capability 9; legal here: auto")
     if name == "triton":
         return None
     _check_widths(config)
     if major not in (*WRAPPER_CAPABILITIES, BLACKWELL):
-        raise ValueError(f"attention = 'flashinfer' on {_named(at)}: FlashInfer runs on {DEVICES}; legal here: auto")
+        raise InputError(f"attention = 'flashinfer' on {_named(at)}: FlashInfer runs on {DEVICES}; legal here: auto")
     mla = _import_mla(at)
     if major == BLACKWELL:
         if block_size % PAGE:
-            raise ValueError(f"block_size = {block_size} with attention = 'flashinfer', legal: multiples of {PAGE}")
+            raise InputError(f"block_size = {block_size} with attention = 'flashinfer', legal: multiples of {PAGE}")
         return TrtllmGenMLA(mla, config, at)
     backend = WrapperMLA(mla, config, at, config.index_topk or room)
     progress("FlashInfer MLA: nvcc compiles its kernel at first use, for minutes ($FLASHINFER_WORKSPACE_BASE keeps it)")
@@ -269,7 +270,7 @@ def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
 def _check_widths(config: ModelConfig) -> None:
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     if widths != (LATENT, ROPE):
-        raise ValueError(
+        raise InputError(
             f"kv_lora_rank and qk_rope_head_dim {widths} with attention = 'flashinfer': its kernels are for "
             f"{(LATENT, ROPE)}; legal here: auto"
         )
@@ -291,7 +292,7 @@ def _import_mla(device: torch.device) -> ModuleType:
     try:
         return importlib.import_module("flashinfer.mla")
     except ImportError as error:
-        raise ValueError(
+        raise InputError(
             f"attention = 'flashinfer' on {_named(device)} needs the package {PACKAGE} (0.6.14 was read for it): "
             f"{error}; legal without it: auto"
         ) from error

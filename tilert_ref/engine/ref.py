@@ -187,7 +187,7 @@ class RefEngine:
 
     def _check_token(self, token: int) -> None:
         if not 0 <= token < self.model.config.vocab_size:
-            raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
+            raise InputError(f"token id {token} is outside the vocabulary of {self.model.config.vocab_size}")
 
 
 def _check_rows(name: str, planes: LayerKV, row: RowFormat, dtype: torch.dtype, tokens: int) -> None:

@@ -24,6 +24,7 @@ from safetensors.torch import save as save_tensors
 
 from tilert_ref.connector.layout import INDEX_PAGE, INDEX_PAGE_BYTES, PAGE_TOKENS, page_count, row_format
 from tilert_ref.connector.planes import CODE_BYTES, INDEX_TOKEN_BYTES, SCALE_BYTES
+from tilert_ref.model_files import InputError
 
 VERSION = 1
 DIGEST = 16
@@ -196,11 +197,11 @@ def write_golden(path: str | Path, golden: Golden, keep: Keep) -> None:
 
 
 def read_golden(path: str | Path) -> Golden:
-    """Raises ValueError, naming what is wrong, if this isn't a whole golden file of this version."""
+    """Raises InputError, naming what is wrong, if this isn't a whole golden file of this version."""
     try:
         return _read(Path(path).read_bytes())
     except (ValueError, lzma.LZMAError, SafetensorError, msgspec.MsgspecError) as error:
-        raise ValueError(f"{path}: not a golden file of version {VERSION}: {error}") from error
+        raise InputError(f"{path}: not a golden file of version {VERSION}: {error}") from error
 
 
 def _read(packed: bytes) -> Golden:

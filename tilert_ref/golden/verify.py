@@ -43,7 +43,7 @@ from tilert_ref.golden.replay import (
     replay_followed,
     rows_of,
 )
-from tilert_ref.model_files import InputError
+from tilert_ref.model_files import BAD_INPUT, InputError
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -341,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--follow {options.follow} --tokens {options.tokens}, legal: from 1 and from 2 on")
     try:
         reports = [_verify_file(file, options) for file in options.files]
-    except (ValueError, OSError) as error:
+    except BAD_INPUT as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
