@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from tilert_ref import bench_handoff, bench_plugin, bench_roof
-from tilert_ref.model_files import read_config
+from tilert_ref.model_files import InputError, read_config
 from tilert_ref.stack import Command, Process, end_on_signals
 
 SHORT = 8  # tokens of the short answer that is subtracted
@@ -92,6 +92,8 @@ def _bench(args: argparse.Namespace) -> int:
     from tilert_ref.engine.ref import check_device
 
     check_device(args.device)
+    if args.tokens <= SHORT:
+        raise InputError(f"--tokens {args.tokens}, legal: more than the {SHORT} of the short answer that is subtracted")
     print(f"decode at batch 1, greedy, {args.tokens} tokens, best of {args.repeats}, on {args.device}")
     bandwidth = bench_roof.copy_bandwidth(args.device)
     print(f"a copy of 1 GiB reads and writes {bandwidth / 1e9:,.0f} GB/s here")

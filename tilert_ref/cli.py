@@ -6,7 +6,7 @@ import select
 import sys
 from dataclasses import dataclass
 
-from tilert_ref.model_files import BAD_INPUT
+from tilert_ref.model_files import InputError, is_bad_input
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if not is_bad_input(error):
+            raise
         print(f"tilert-ref {name}: error: {error}", file=sys.stderr)
         return 2
 

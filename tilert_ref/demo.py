@@ -24,7 +24,7 @@ from tilert_ref.connector.transport import TRANSPORTS
 from tilert_ref.engine.checkpoint import Checkpoint
 from tilert_ref.engine.config import load_config
 from tilert_ref.engine.make_tiny import make_tiny
-from tilert_ref.model_files import BAD_INPUT, InputError
+from tilert_ref.model_files import InputError, is_bad_input
 from tilert_ref.router.request import sampling_defaults
 from tilert_ref.stack import Process, Stack, StackError, answer_grammar, end_on_signals, free_port, vllm_server
 from tilert_ref.tiny import model_dir
@@ -404,7 +404,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with end_on_signals():
             result = run(args, report)
-    except (StackError, *BAD_INPUT, openai.OpenAIError, httpx.HTTPError) as error:
+    except (StackError, InputError, OSError, openai.OpenAIError, httpx.HTTPError) as error:
+        if isinstance(error, OSError) and not is_bad_input(error):
+            raise
         print(f"demo failed: {error}", file=sys.stderr)
         if isinstance(error, StackError) and args.logs is None:
             print("the programs' logs are gone; --logs DIR keeps them", file=sys.stderr)

@@ -3,12 +3,12 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
-from tilert_ref.model_files import BAD_INPUT, ConfigError, InputError, present, read_json, read_text, shown
+from tilert_ref.model_files import ConfigError, InputError, is_bad_input, present, read_json, read_text, shown
 from tilert_ref.router.detokenize import read_tokenizer
 
 
@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress=lambda line: print(line, file=sys.stderr),
         )
         return _generate(engine, prompt, args)
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if not is_bad_input(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -89,7 +91,10 @@ def _generate(engine: RefEngine, prompt: list[int], args: argparse.Namespace) ->
 
 def _prompt_ids(args: argparse.Namespace) -> list[int]:
     if args.prompt_ids is not None:
-        return [int(token) for token in args.prompt_ids.replace(",", " ").split()]
+        words = args.prompt_ids.replace(",", " ").split()
+        if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
+            raise InputError(f"--prompt-ids has {shown(wrong[0])}, legal: token ids separated by commas or spaces")
+        return [int(word) for word in words]
     if not args.model_dir.is_dir():
         raise FileNotFoundError(f"{args.model_dir} is not a directory: a Hugging Face checkpoint is expected")
     path = args.model_dir / "tokenizer.json"
@@ -97,6 +102,19 @@ def _prompt_ids(args: argparse.Namespace) -> list[int]:
         raise FileNotFoundError(f"{path} not found; give token ids with --prompt-ids")
     text = render_chat(args.model_dir, [{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
     return read_tokenizer(path).encode(text, add_special_tokens=not args.chat).ids
+
+
+def _within(kind: type, low: float, high: float) -> Callable[[str], float]:
+    """An argparse type: a number of this kind from low to high."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}, legal: {low:g} to {high:g}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,11 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="prompt text")
     source.add_argument("--prompt-ids", help="prompt as token ids, separated by commas or spaces")
     parser.add_argument("--chat", action="store_true", help="wrap --prompt into the checkpoint's chat template")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate (default 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0, help="0: no limit")
-    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    tokens, temperature, seed = _within(int, 1, 2**31), _within(float, 0, 100), _within(int, 0, 2**63 - 1)
+    parser.add_argument("--max-tokens", type=tokens, default=64, help="tokens to generate (default 64)")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=_within(float, 0, 1), default=1.0)
+    parser.add_argument("--top-k", type=_within(int, 0, 2**31), default=0, help="0: no limit")
+    parser.add_argument("--seed", type=seed, help="makes sampling repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
     parser.add_argument("--num-mtp", type=int, default=0, choices=range(4), help="drafts a step; 0: none (default)")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="prompt and answer together (default 4096)")

@@ -3,6 +3,7 @@
 No torch, because the router has none.
 """
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ class InputError(ValueError):
 
 
 NO_FILE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-BAD_INPUT = (InputError, *NO_FILE)
-"""What a tool says in one line, ending with status 2. Anything else is a defect, and keeps its traceback."""
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Whether a caller, a file or a full disk is at fault: a tool says so in one line and ends with status 2. Anything
+    else is a defect, and keeps its traceback."""
+    if isinstance(error, OSError):  # with the name of a file: too long, a loop of links, a read-only place
+        return isinstance(error, NO_FILE) or error.filename is not None or error.errno == errno.ENOSPC
+    return isinstance(error, InputError)
 
 
 class ConfigError(InputError):

@@ -27,6 +27,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FULL = DEVICE == "cuda" or os.environ.get("TILERT_REF_GOLDEN") == "full"
 TOKENS = GOLDEN_TOKENS if FULL else 16
 INDEX_TOPK = 256
+MOST_VARYING = 1 / 1000
+"""Of a file's tokens. On an H200 6 of 17,920 were the most; vLLM compiled flips 8 of 17,125 against itself."""
 MOST_BYTES = 8_000_000  # of all files
 NO_LEAD = "tiny-glm5.bf16-weights.bf16-kv"  # recorded before files kept the first decode rows
 KINDS = [
@@ -100,8 +102,11 @@ def test_tokens(golden: Golden, report: Report, capsys: pytest.CaptureFixture[st
         print(f"\n{golden.name}, vLLM {golden.facts['vllm']} on {golden.facts['device']}, here on {DEVICE}")
         print(*(f"  {line}" for line in report.lines()), sep="\n")
     assert sum(report.tokens.values()) == len(chosen(golden)) * TOKENS
-    diverged = [d for d in report.differences if d.verdict == "diverged" and not (FULL and varies(golden, d))]
-    assert not diverged
+    diverged = [d for d in report.differences if d.verdict == "diverged"]
+    excused = [d for d in diverged if FULL and varies(golden, d)]
+    assert diverged == excused
+    for steps in ("tokens", "captured"):
+        assert sum(d.steps == steps for d in excused) <= MOST_VARYING * len(golden.prompts) * TOKENS
 
 
 def varies(golden: Golden, d: Difference) -> bool:

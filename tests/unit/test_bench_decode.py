@@ -55,6 +55,9 @@ def test_bytes_of_a_step_are_those_of_the_matrices_it_meets(name: str, context: 
         cached -= layers * context * 132
         matrices -= layers * (4 * 128 * 128 + 2 * 4 * 256)
     assert bench_roof.step_bytes(engine, context) == pytest.approx(matrices + cached, rel=0.01)  # norms, scales, biases
+    one_more = bench_roof.step_bytes(engine, 7), bench_roof.step_bytes(engine, 6)
+    assert one_more[0] - one_more[1] == layers * 656  # a row, and no key
+    assert bench_roof.step_bytes(engine, 9) - bench_roof.step_bytes(engine, 8) == layers * 132  # a key, and no row
 
 
 def test_the_bench_decodes_dummy_weights_at_a_filled_context(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

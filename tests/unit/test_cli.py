@@ -85,6 +85,51 @@ def test_no_command_takes_a_defect_for_bad_input(
         main([names.get(word, word) for word in command])
 
 
+LONG = "x" * 300
+GENERATE = ["generate", "DIR", "--prompt-ids", "1,2"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["generate", "DIR", "--prompt-ids", "1,x"], "--prompt-ids has 'x', legal: token ids"),
+        (["generate", "DIR", "--prompt-ids", "1,-2"], "--prompt-ids has '-2', legal: token ids"),
+        ([*GENERATE, "--kv-cache-dtype", "foo"], "unknown KV cache dtype 'foo'; legal: "),
+        ([*GENERATE, "--seed", "9" * 23], f"--seed: {'9' * 23}, legal: 0 to"),
+        ([*GENERATE, "--temperature", "nan"], "--temperature: nan, legal: 0 to 100"),
+        ([*GENERATE, "--top-p", "-1"], "--top-p: -1, legal: 0 to 1"),
+        ([*GENERATE, "--max-tokens", "0"], "--max-tokens: 0, legal: 1 to"),
+        ([*GENERATE, "--top-k", "1.5"], "--top-k: invalid int value: '1.5'"),
+        (["verify", f"{LONG}.golden", "--model-dir", "DIR"], "File name too long"),
+        (["verify", "FILE", "--model-dir", LONG], "File name too long"),
+        (["verify", "LOOP", "--model-dir", "DIR"], "Too many levels of symbolic links"),
+        (["verify", "JUNK.whole.pt", "--model-dir", "DIR"], "JUNK.whole.pt: not a whole recording ("),
+        (["make-fp8", "DIR", LONG], "File name too long"),
+        (["make-tiny", LONG], "File name too long"),
+        (["bench", "decode", "DIR", "--tokens", "8"], "--tokens 8, legal: more than the 8 of the short answer"),
+    ],
+    ids=lambda value: " ".join(value)[-30:] if isinstance(value, list) else "",
+)
+def test_what_a_caller_or_a_file_is_at_fault_for_is_one_line(
+    command: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("LOOP").symlink_to("LOOP")
+    Path("JUNK.whole.pt").write_bytes(b"\x80\x02]q\x00.")
+    golden = sorted((Path(__file__).parents[1] / "golden" / "h200").rglob("*.bf16-weights.*.golden"))
+    names = {"DIR": str(model_dir("tiny-glm5")), "FILE": str(golden[0])}
+    try:
+        status = main([names.get(word, word) for word in command])
+    except SystemExit as ended:  # argparse
+        status = ended.code
+    assert status == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("size", [1, 10**6], ids=["buffered", "at once"])
 def test_a_reader_that_leaves_is_no_error(size: int) -> None:
     code = "import sys, tilert_ref.golden.verify as verify; from tilert_ref.cli import main; "

@@ -57,6 +57,24 @@ def test_steps_that_rank_nothing_end_where_a_query_has_more_than_index_topk_toke
 
 
 @pytest.mark.parametrize("num_mtp", [0, 1, 3])
+def test_steps_that_are_started_ahead_are_taken_for_as_far_as_drafts_may_carry_them(num_mtp: int) -> None:
+    """16 are started before the first token is read: every draft of theirs may hold, and each step's last draft sees
+    its window and the drafts before it."""
+    _, captured = engines(model_dir("tiny-glm5"), num_mtp)
+    steps, ends, primed = captured.captured, list[int](), list[int]()
+    step, prime = steps._step, getattr(steps, "_prime", None)
+    steps._step = lambda end: (ends.append(end), step(end))
+    steps._prime = lambda end: (primed.append(end), prime(end))
+    first = captured.prefill([(7 * i + 3) % 480 for i in range(100)], GREEDY)
+    next(captured.captured.run(100, 3, first))
+    reach = 1 + max(num_mtp, 2 * num_mtp - 1)
+    needed = [100 + number * (1 + num_mtp) + reach for number in range(16)]
+    assert len(ends) == 16
+    assert all(need <= end <= need + 1 for end, need in zip(ends, needed, strict=True))
+    assert all(100 + num_mtp <= end <= needed[0] + 1 for end in primed) and len(primed) == bool(num_mtp)
+
+
+@pytest.mark.parametrize("num_mtp", [0, 1, 3])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_first_step_that_ranks(sampled: bool, num_mtp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No captured step before it asks how many tokens there are. Its last draft may see one more than index_topk, 256;

@@ -14,6 +14,8 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import msgspec
 import torch
 
+from tilert_ref.model_files import InputError
+
 PAGE_TOKENS = 64
 INDEX_HEAD_DIM = 128
 INDEX_TILE = 16
@@ -25,7 +27,7 @@ Plane = Literal["kv", "pe", "ki"]
 PLANES: tuple[Plane, ...] = get_args(Plane)
 
 
-class LayoutError(ValueError):
+class LayoutError(InputError):
     """A name, size or index that the layout does not have. The text says what was got and what is legal."""
 
 

@@ -184,11 +184,15 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """cuda_graph, or what stands for it in a test."""
 
 
+WARM_UP = 64
+"""More positions than the steps before a capture walk over, whatever form they have."""
+
+
 def up_to(model: Model, end: int) -> Model:
     """The model for captured steps whose queries have at most `end` tokens before them, themselves included. The bits
     are the same; where nothing is left out nothing is ranked. Another back end's attention has one number of rows."""
     topk = model.config.index_topk
-    return replace(model, chooses=topk is None or end > topk or model.kernels.attention is not None)
+    return replace(model, chooses=topk is None or max(end, WARM_UP) > topk or model.kernels.attention is not None)
 
 
 class ByLength:

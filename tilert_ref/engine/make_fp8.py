@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tilert_ref.engine.block_fp8 import BLOCK, BlockScale, dequantize_blocks, quantize_blocks
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress
 from tilert_ref.engine.config import ConfigError, load_config
-from tilert_ref.model_files import BAD_INPUT, INDEX, read_config, shown
+from tilert_ref.model_files import INDEX, InputError, is_bad_input, read_config, shown
 
 Tensors = dict[str, torch.Tensor]
 
@@ -247,7 +247,9 @@ def main(argv: list[str] | None = None) -> int:
     rule = BlockScale(args.scale) if args.scale else None
     try:
         make_fp8(args.model_dir, args.out, rule, lambda line: print(line, file=sys.stderr))
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if not is_bad_input(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{args.out}: block fp8")

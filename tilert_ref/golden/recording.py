@@ -11,6 +11,7 @@ The file is a safetensors file, compressed with xz; its metadata is one JSON obj
 import hashlib
 import json
 import lzma
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -160,8 +161,13 @@ def save_whole(path: str | Path, golden: Golden) -> None:
 
 
 def load_whole(path: str | Path) -> Golden:
-    plain = torch.load(path, weights_only=True)
-    return Golden(**plain | {"noise": [Noise(**n) for n in plain["noise"]]})
+    """What save_whole wrote. Raises InputError if it is something else, OSError if there is nothing to read."""
+    try:
+        plain = torch.load(path, weights_only=True)
+        return Golden(**plain | {"noise": [Noise(**n) for n in plain["noise"]]})
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, RuntimeError) as error:
+        why = str(error).splitlines()[:1]
+        raise InputError(f"{path}: not a whole recording ({type(error).__name__}: {', '.join(why)})") from error
 
 
 def _meta(golden: Golden) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from tilert_ref.golden.replay import (
     replay_followed,
     rows_of,
 )
-from tilert_ref.model_files import BAD_INPUT, InputError
+from tilert_ref.model_files import InputError, is_bad_input
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -341,7 +341,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--follow {options.follow} --tokens {options.tokens}, legal: from 1 and from 2 on")
     try:
         reports = [_verify_file(file, options) for file in options.files]
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if not is_bad_input(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:

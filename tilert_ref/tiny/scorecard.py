@@ -17,7 +17,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from tilert_ref.model_files import BAD_INPUT, InputError
+from tilert_ref.model_files import InputError, is_bad_input
 from tilert_ref.router.parser import Call, Content, Event, Rejected
 from tilert_ref.tiny import NAMES, golden, model_dir, skills
 from tilert_ref.tiny.golden import Golden
@@ -420,7 +420,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = model_dir(args.model) if args.model in NAMES else Path(args.model)
         say(f"scoring {directory}")
         card = score(Subject.load(directory, args.device, say), plan, say)
-    except BAD_INPUT as error:
+    except (InputError, OSError) as error:
+        if not is_bad_input(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines(card)))
