@@ -2,9 +2,9 @@
 
 decode: both peers run in one call, one after the other, each in its own process on the same cores. Speed is the slope
 between a short and a long answer, so prefill and start-up cancel out. On a CPU only the ratio means anything: steps of
-both are compiled there, vLLM's best too (--vllm-eager starts sooner); on a GPU it runs with its graphs. A few layers of
-a published model in real widths: `tilert-ref make-tiny DIR --slice glm5`, then `tilert-ref bench decode DIR
---load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
+both are compiled there (ours with AVX2 and without AVX512 only), vLLM's best too (--vllm-eager starts sooner); on a GPU
+it runs with its graphs. A few layers of a published model in real widths: `tilert-ref make-tiny DIR --slice glm5`, then
+`tilert-ref bench decode DIR --load-format dummy --kv-cache-dtype fp8 --device cuda --against vllm`.
 
 plugin: two vLLM processes, one with the plugin loaded and one without, prefill the same unmarked prompts in turn.
 
