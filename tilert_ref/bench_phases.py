@@ -19,7 +19,7 @@ import torch
 
 from tilert_ref.bench_roof import seconds_each
 from tilert_ref.engine import graph, model
-from tilert_ref.engine.graph import DecodeState, cuda_graph, greedy_step, up_to
+from tilert_ref.engine.graph import DecodeState, cuda_graph, greedy_step, step_end, up_to
 from tilert_ref.engine.ref import RefEngine
 
 REST, PROJECTIONS = "argmax, acceptance, state", "embedding, projections, RoPE, rows"
@@ -119,7 +119,8 @@ def split_step(engine: RefEngine, position: int, replays: int = REPLAYS) -> Spli
     cuda = device.type == "cuda"
     capture = cuda_graph if cuda else lambda run: run
     state = DecodeState.empty(64, engine.num_mtp, device)
-    form = up_to(engine.model, position + (replays + 2) * (1 + engine.num_mtp) + engine.num_mtp)
+    last = position + (replays + 1) * (1 + engine.num_mtp)  # if all drafts hold
+    form = up_to(engine.model, step_end(last, engine.num_mtp))
 
     def step() -> None:
         greedy_step(form, engine.cache, state)

@@ -8,29 +8,24 @@ from pathlib import Path
 
 from tilert_ref.engine.api import Finished, SamplingParams
 from tilert_ref.engine.ref import COMPILE_HELP, RefEngine, load_engine
-from tilert_ref.model_files import ConfigError, InputError, is_bad_input, present, read_json, read_text, shown
+from tilert_ref.model_files import ConfigError, InputError, present, read_json, read_text, says_bad_input, shown
 from tilert_ref.router.detokenize import read_tokenizer
 
 
+@says_bad_input
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        prompt = _prompt_ids(args)
-        engine = load_engine(
-            args.model_dir,
-            device=args.device,
-            max_seq_len=args.max_seq_len,
-            num_mtp=args.num_mtp,
-            kv_cache_dtype=args.kv_cache_dtype,
-            compile=args.compile,
-            progress=lambda line: print(line, file=sys.stderr),
-        )
-        return _generate(engine, prompt, args)
-    except (InputError, OSError) as error:
-        if not is_bad_input(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    prompt = _prompt_ids(args)
+    engine = load_engine(
+        args.model_dir,
+        device=args.device,
+        max_seq_len=args.max_seq_len,
+        num_mtp=args.num_mtp,
+        kv_cache_dtype=args.kv_cache_dtype,
+        compile=args.compile,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    return _generate(engine, prompt, args)
 
 
 def render_chat(model_dir: Path, messages: list[dict[str, str]]) -> str:

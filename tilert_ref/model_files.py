@@ -4,7 +4,10 @@ No torch, because the router has none.
 """
 
 import errno
+import functools
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,22 @@ def is_bad_input(error: Exception) -> bool:
     if isinstance(error, OSError):  # with the name of a file: too long, a loop of links, a read-only place
         return isinstance(error, NO_FILE) or error.filename is not None or error.errno == errno.ENOSPC
     return isinstance(error, InputError)
+
+
+def says_bad_input(main: Callable[..., int]) -> Callable[..., int]:
+    """A tool's main that says bad input in a line of stderr and returns 2."""
+
+    @functools.wraps(main)
+    def run(*args: Any) -> int:
+        try:
+            return main(*args)
+        except (InputError, OSError) as error:
+            if not is_bad_input(error):
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
 
 
 class ConfigError(InputError):

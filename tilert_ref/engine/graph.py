@@ -195,6 +195,12 @@ def up_to(model: Model, end: int) -> Model:
     return replace(model, chooses=topk is None or max(end, WARM_UP) > topk or model.kernels.attention is not None)
 
 
+def step_end(position: int, num_drafts: int) -> int:
+    """How many tokens the last query of a step has before it, itself included, whose last emitted token stands at
+    `position`: after the window come later drafts, which are made of the last one that holds."""
+    return position + 1 + 2 * num_drafts
+
+
 class ByLength:
     """What `run` does with a model, captured for any length, and where there are two forms of the model (up_to) for
     both."""
@@ -263,17 +269,12 @@ class GreedySteps:
         self.state.start(seq_len, first_token)
         if self.num_drafts:
             self._last_prompt_token.fill_(last_prompt_token)
-            self._prime(self.end(seq_len))
-
-    def end(self, position: int) -> int:
-        """How many tokens the last query of a step has before it, itself included, whose last emitted token stands at
-        `position`: after the window come later drafts, which are made of the last one that holds."""
-        return position + 1 + 2 * self.num_drafts
+            self._prime(step_end(seq_len, self.num_drafts))
 
     def _launch(self, position: int) -> None:
         """position: where the last emitted token stands at most."""
         for number in range(STEPS_AHEAD):
-            self._step(self.end(position + number * (1 + self.num_drafts)))
+            self._step(step_end(position + number * (1 + self.num_drafts), self.num_drafts))
 
     def _read(self, done: int, begin: int) -> torch.cuda.Event | None:
         """Starts to copy what the launched steps emitted; the event says when it is there, None at once."""
@@ -319,7 +320,7 @@ class SampledSteps:
         self.greedy.begin(seq_len, last_prompt_token, first_token)
         position = seq_len
         while True:
-            end = self.greedy.end(position)
+            end = step_end(position, self.greedy.num_drafts)
             self._look(end)
             emitted = verify(sampler, self._logits, self.state.tokens[1:].tolist())
             yield emitted

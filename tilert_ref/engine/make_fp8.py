@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tilert_ref.engine.block_fp8 import BLOCK, BlockScale, dequantize_blocks, quantize_blocks
 from tilert_ref.engine.checkpoint import Checkpoint, CheckpointError, Progress
 from tilert_ref.engine.config import ConfigError, load_config
-from tilert_ref.model_files import INDEX, InputError, is_bad_input, read_config, shown
+from tilert_ref.model_files import INDEX, read_config, says_bad_input, shown
 
 Tensors = dict[str, torch.Tensor]
 
@@ -234,6 +234,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+@says_bad_input
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tilert-ref make-fp8", description=__doc__.split("\n")[0])
     parser.add_argument("model_dir", type=Path, metavar="DIR", help="bf16 checkpoint directory")
@@ -245,12 +246,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     rule = BlockScale(args.scale) if args.scale else None
-    try:
-        make_fp8(args.model_dir, args.out, rule, lambda line: print(line, file=sys.stderr))
-    except (InputError, OSError) as error:
-        if not is_bad_input(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    make_fp8(args.model_dir, args.out, rule, lambda line: print(line, file=sys.stderr))
     print(f"{args.out}: block fp8")
     return 0

@@ -43,7 +43,7 @@ from tilert_ref.golden.replay import (
     replay_followed,
     rows_of,
 )
-from tilert_ref.model_files import InputError, is_bad_input
+from tilert_ref.model_files import InputError, says_bad_input
 from tilert_ref.verdict import Verdict, judge
 
 WHOLE = ".whole.pt"
@@ -325,6 +325,7 @@ def engine_for(golden: Golden, model_dir: str | Path, device: str) -> RefEngine:
     )
 
 
+@says_bad_input
 def main(argv: list[str] | None = None) -> int:
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser("tilert-ref verify", description=__doc__, formatter_class=form)
@@ -339,13 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.follow < 1 or (options.tokens is not None and options.tokens < 2):
         parser.error(f"--follow {options.follow} --tokens {options.tokens}, legal: from 1 and from 2 on")
-    try:
-        reports = [_verify_file(file, options) for file in options.files]
-    except (InputError, OSError) as error:
-        if not is_bad_input(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    reports = [_verify_file(file, options) for file in options.files]
     if options.json:
         options.json.write_bytes(msgspec.json.encode(reports[-1]))
     return int(any(report.failed for report in reports))

@@ -17,7 +17,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from tilert_ref.model_files import InputError, is_bad_input
+from tilert_ref.model_files import InputError, says_bad_input
 from tilert_ref.router.parser import Call, Content, Event, Rejected
 from tilert_ref.tiny import NAMES, golden, model_dir, skills
 from tilert_ref.tiny.golden import Golden
@@ -406,6 +406,7 @@ def counts_line(name: str, counts: dict[str, int]) -> str:
     return f"  {name:<14} {counts['right']:>4} of {counts['asked']:<4} {share(counts):.4f}"
 
 
+@says_bad_input
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     started = time.monotonic()
@@ -414,17 +415,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - started:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     plan = QUICK if args.quick else FULL
-    try:
-        if args.json and not args.json.absolute().parent.is_dir():
-            raise InputError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
-        directory = model_dir(args.model) if args.model in NAMES else Path(args.model)
-        say(f"scoring {directory}")
-        card = score(Subject.load(directory, args.device, say), plan, say)
-    except (InputError, OSError) as error:
-        if not is_bad_input(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no directory {args.json.absolute().parent}")
+    directory = model_dir(args.model) if args.model in NAMES else Path(args.model)
+    say(f"scoring {directory}")
+    card = score(Subject.load(directory, args.device, say), plan, say)
     print("\n".join(lines(card)))
     if args.json:
         args.json.write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
